@@ -1,0 +1,77 @@
+"""The exception tree: every error specround raises on purpose, and what each one means to a caller."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class SpecRoundError(Exception):
+    """Base of every error raised on purpose."""
+
+
+class FieldError(SpecRoundError, ValueError):
+    """A value was refused.
+
+    Args:
+        field: Name of the field, as the user wrote it.
+        value: The refused value.
+        allowed: What would have been accepted, as a phrase ("an integer >= 1").
+
+    Example:
+        >>> raise ConfigError("num_speculative_tokens", 0, "an integer >= 1")
+        Traceback (most recent call last):
+        specround.contract.errors.ConfigError: num_speculative_tokens=0: must be an integer >= 1
+    """
+
+    def __init__(self, field: str, value: object, allowed: str) -> None:
+        self.field, self.value, self.allowed = field, value, allowed
+        super().__init__(f"{field}={_shorten(value)}: must be {allowed}")
+
+
+class ConfigError(FieldError):
+    """An engine, speculator or resource setting is out of range or unknown."""
+
+
+class RequestError(FieldError):
+    """One request is malformed; in a batch only that request fails."""
+
+
+class ModelError(FieldError):
+    """A model cannot be loaded: unknown type, missing or corrupt file, something the hook does not cover."""
+
+
+class CapabilityError(SpecRoundError):
+    """The target model's layers cannot verify what was asked for (for example a Mamba1 layer)."""
+
+
+class PlanError(SpecRoundError, ValueError):
+    """A verify plan or an accept result breaks the contract; names request, column and values."""
+
+
+class KernelError(SpecRoundError, ValueError):
+    """A kernel provider named an unknown key or returned something that is not a kernel."""
+
+
+class SpeculatorError(SpecRoundError, RuntimeError):
+    """A speculator's hook failed; the engine has returned every block and is stopped.
+
+    Args:
+        speculator: Class name of the speculator or of its config.
+        hook: Name of the hook that failed.
+        request_ids: Requests that were running or waiting and failed with it.
+        cause: What went wrong, in words.
+    """
+
+    def __init__(self, speculator: str, hook: str, request_ids: Sequence[str], cause: str) -> None:
+        self.speculator, self.hook, self.request_ids = speculator, hook, tuple(request_ids)
+        shown = ", ".join(self.request_ids[:8]) + (" ..." if len(self.request_ids) > 8 else "")
+        super().__init__(f"{speculator}.{hook} failed: {cause} (requests failed: {shown or 'none'})")
+
+
+class EngineStoppedError(SpecRoundError, RuntimeError):
+    """The engine was stopped by an earlier failure or by shutdown and takes no more requests."""
+
+
+def _shorten(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 200 else text[:197] + "..."

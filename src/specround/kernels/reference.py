@@ -1,0 +1,106 @@
+"""`reference_kernels`: the built-in provider, made of the plain torch ops."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Protocol
+
+from torch import Tensor
+
+from specround.contract import LayerDescriptor, SpecKernel, SpecLimit, SpecResources
+from specround.kernels.kv_cache.naive import commit_kv
+from specround.kernels.tree_attention.naive import tree_attention
+from specround.kernels.tree_attention.rows import AttentionRows
+
+_CHAIN_FEATURES = {
+    "alibi": "ALiBi biases are measured by slot, not by tree position",
+    "chunked_local": "chunked local attention cuts chunks by slot, not by tree position",
+    "kv_sharing": "a layer that shares another layer's KV has no tree commit",
+    "kv_scales": "KV quantised with separate scales has no commit kernel that moves the scales",
+}
+
+
+class AttentionKernel(SpecKernel, Protocol):
+    """What `attention:*/verify` kernels are called with; see `tree_attention`."""
+
+    def __call__(
+        self,
+        query: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        rows: AttentionRows,
+        *,
+        scale: float,
+        window: int | None,
+        sinks: Tensor | None,
+        softcap: float | None,
+    ) -> Tensor:
+        """Attend packed rows over paged KV."""
+        ...
+
+
+class PagedCommitKernel(SpecKernel, Protocol):
+    """What `layout:paged_token/commit` is called with; see `commit_kv`."""
+
+    def __call__(self, caches: Iterable[Tensor], source: Tensor, target: Tensor) -> None:
+        """Move slots to slots in every cache."""
+        ...
+
+
+class ReferenceAttention:
+    """Tree attention over paged KV in plain torch; verifies masks."""
+
+    def supports(self, layer: LayerDescriptor) -> SpecLimit:
+        """`"mask"`, or `"chain"` for a feature measured by slots."""
+        return _by_features(layer)
+
+    def bind(self, resources: SpecResources) -> None:
+        """Nothing to prepare."""
+
+    def __call__(
+        self,
+        query: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        rows: AttentionRows,
+        *,
+        scale: float,
+        window: int | None,
+        sinks: Tensor | None,
+        softcap: float | None,
+    ) -> Tensor:
+        """Attend packed rows over paged KV."""
+        return tree_attention(
+            query, key_cache, value_cache, rows, scale=scale, window=window, sinks=sinks, softcap=softcap
+        )
+
+
+class ReferencePagedCommit:
+    """KV commit of paged slots in plain torch."""
+
+    def supports(self, layer: LayerDescriptor) -> SpecLimit:
+        """`"mask"`, or `"chain"` for KV it cannot move whole."""
+        return _by_features(layer)
+
+    def bind(self, resources: SpecResources) -> None:
+        """Nothing to prepare."""
+
+    def __call__(self, caches: Iterable[Tensor], source: Tensor, target: Tensor) -> None:
+        """Move slots to slots in every cache."""
+        commit_kv(caches, source, target)
+
+
+def reference_kernels() -> Mapping[str, SpecKernel]:
+    """The built-in kernels by key."""
+    attention = ReferenceAttention()
+    return {
+        "attention:full/verify": attention,
+        "attention:sliding/verify": attention,
+        "attention:mla/verify": attention,
+        "layout:paged_token/commit": ReferencePagedCommit(),
+    }
+
+
+def _by_features(layer: LayerDescriptor) -> SpecLimit:
+    reasons = [_CHAIN_FEATURES[name] for name in sorted(layer.features & _CHAIN_FEATURES.keys())]
+    return SpecLimit("chain", "; ".join(reasons)) if reasons else SpecLimit("mask")

@@ -1,0 +1,80 @@
+"""`KernelRegistry`: which kernel runs for each key, and what a layer can verify with them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+
+from specround.contract import (
+    KERNEL_KEYS,
+    KernelError,
+    KernelProvider,
+    LayerDescriptor,
+    SpecCapabilities,
+    SpecKernel,
+    SpecLimit,
+    SpecResources,
+    min_kind,
+)
+from specround.kernels.reference import reference_kernels
+
+logger = logging.getLogger(__name__)
+
+
+class KernelRegistry:
+    """Kernels by key: the built-in ones, overlaid by providers in order. Built once per worker.
+
+    Args:
+        providers: Factories of kernels by key; a later one wins a key, each override is logged once.
+
+    Raises:
+        KernelError: A provider supplies an unknown key, or something that is not a kernel.
+
+    Example:
+        >>> KernelRegistry().limit(LayerDescriptor(name="layer 0", verify_key="attention:full/verify")).kind
+        'mask'
+    """
+
+    def __init__(self, providers: Iterable[KernelProvider] = ()) -> None:
+        self._kernels: dict[str, SpecKernel] = dict(reference_kernels())
+        for provider in providers:
+            self._overlay(provider)
+
+    def _overlay(self, provider: KernelProvider) -> None:
+        name = getattr(provider, "__qualname__", repr(provider))
+        for key, kernel in provider().items():
+            if key not in KERNEL_KEYS:
+                known = ", ".join(KERNEL_KEYS)
+                raise KernelError(f"provider {name} supplies unknown key {key!r}: known keys are {known}")
+            if not isinstance(kernel, SpecKernel):
+                raise KernelError(f"provider {name} supplies {kernel!r} for {key!r}: must have supports() and bind()")
+            if key in self._kernels:
+                logger.info("kernel %s: %s overrides %s", key, name, type(self._kernels[key]).__name__)
+            self._kernels[key] = kernel
+
+    def get(self, key: str) -> SpecKernel | None:
+        """The kernel of a key, or None when nothing supplies it."""
+        return self._kernels.get(key)
+
+    def limit(self, layer: LayerDescriptor) -> SpecLimit:
+        """The highest plan kind that every kernel the layer needs supports; a missing or declining kernel chains it."""
+        limits = [self._kernel_limit(key, layer) for key in (layer.verify_key, layer.commit_key) if key is not None]
+        kind = min_kind(*(limit.kind for limit in limits))
+        return SpecLimit(kind, "; ".join(dict.fromkeys(limit.reason for limit in limits if limit.reason)))
+
+    def capabilities(self, layers: Iterable[LayerDescriptor], settings: Iterable[SpecLimit] = ()) -> SpecCapabilities:
+        """What a rank verifies: the minimum over its layers and over settings that lower the kind."""
+        return SpecCapabilities.from_limits([*(self.limit(layer) for layer in layers), *settings])
+
+    def bind(self, resources: SpecResources) -> None:
+        """Bind every kernel with the effective resources; paged-token commit is bound only above chains."""
+        for key, kernel in self._kernels.items():
+            if key != "layout:paged_token/commit" or resources.kind != "chain":
+                kernel.bind(resources)
+
+    def _kernel_limit(self, key: str, layer: LayerDescriptor) -> SpecLimit:
+        kernel = self._kernels.get(key)
+        if kernel is None:
+            return SpecLimit("chain", f"no kernel is registered for {key}")
+        limit = kernel.supports(layer)
+        return SpecLimit("chain", limit.reason) if limit.kind == "none" else limit

@@ -1,0 +1,155 @@
+"""`AttentionRows`: where each packed row's keys are and which of them it sees, shared by all layers of a forward."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from specround.kernels.tree import has_bit
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class RowContext:
+    """What each packed row may see, on the device.
+
+    A row sees every key slot below its `context_len`, and slot `base + j` for every bit j of its `bits`. Slots are
+    chain slots: the index of a token in its request.
+
+    Attributes:
+        row_start: `[R + 1]` int32, where each request's rows begin.
+        context_len: `[N]` int64.
+        positions: `[N]` int64, logical position of each row, which windows measure.
+        kv_len: `[R]` int64, slots of each request that hold keys; nothing at or past it is read.
+        base: `[R]` int64, slot of column 0; used only with `bits`.
+        bits: `[N]` int64 or None (no row sees by bits).
+        key_offsets: `[R, C]` int64 or None: logical offset of the key in column j, None = j. Used only with `bits`.
+        block_tables: `[R, B]` int64, block of each `block_size` slots; block 0 is the null block and holds zeros.
+        block_size: Slots per block.
+    """
+
+    row_start: Tensor
+    context_len: Tensor
+    positions: Tensor
+    kv_len: Tensor
+    base: Tensor
+    bits: Tensor | None
+    key_offsets: Tensor | None
+    block_tables: Tensor
+    block_size: int
+
+
+@dataclass(frozen=True, eq=False)
+class RowGroup:
+    """Consecutive requests whose rows are padded to one length Q and attended in one batched call.
+
+    Attributes:
+        rows: `[G, Q]` int64 packed row, N where padded.
+        key_slots: `[G * L]` int64 flat slot in the caches; 0 (a zero key in the null block) where there is no key.
+        visible: `[G, Q, L]` bool. Padded rows see key 0 only, so that no softmax is empty.
+        distance: `[G, Q, L]` int64, query position - key position.
+        first_row: First packed row, when the group's rows are contiguous without padding, else -1.
+    """
+
+    rows: Tensor
+    key_slots: Tensor
+    visible: Tensor
+    distance: Tensor
+    first_row: int
+    _bias: dict[tuple[int | None, int, torch.dtype], Tensor] = field(default_factory=dict)
+
+    def bias(self, window: int | None, repeats: int, dtype: torch.dtype) -> Tensor:
+        """Additive mask `[G, 1, repeats * Q, L]`: 0 where seen, -inf elsewhere; computed once per forward.
+
+        Args:
+            window: A key is seen if `distance < window`; None = no window.
+            repeats: Query heads per key/value head; the mask repeats for each.
+            dtype: The query's dtype.
+        """
+        key = (window, repeats, dtype)
+        if key not in self._bias:
+            seen = self.visible if window is None else self.visible & (self.distance < window)
+            bias = torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, float("-inf"))
+            groups, rows, keys = seen.shape
+            wide = bias[:, None, None].expand(groups, 1, repeats, rows, keys)
+            self._bias[key] = wide.reshape(groups, 1, repeats * rows, keys)
+        return self._bias[key]
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionRows:
+    """All rows of one forward.
+
+    Attributes:
+        groups: Row groups covering every request, batch order.
+        num_rows: N, packed rows.
+    """
+
+    groups: tuple[RowGroup, ...]
+    num_rows: int
+
+
+def group_requests(num_rows: Sequence[int]) -> list[tuple[int, int]]:
+    """Runs of consecutive requests whose row counts share a power of two, so that padding at most doubles the work.
+
+    Example:
+        >>> group_requests([4, 4, 3, 1, 200])
+        [(0, 3), (3, 4), (4, 5)]
+    """
+    size_class = [max(count - 1, 0).bit_length() for count in num_rows]
+    cuts = [0] + [i for i in range(1, len(num_rows)) if size_class[i] != size_class[i - 1]] + [len(num_rows)]
+    return [(start, stop) for start, stop in pairwise(cuts) if stop > start]
+
+
+def lay_out_rows(num_rows: Sequence[int], max_kv_len: int | Sequence[int], context: RowContext) -> AttentionRows:
+    """Build the groups of a forward. Host values fix shapes only; everything else stays on the device.
+
+    Args:
+        num_rows: Rows of each request, batch order.
+        max_kv_len: Upper bound of `kv_len`, for all requests or for each.
+        context: What rows see.
+    """
+    bounds = [max_kv_len] * len(num_rows) if isinstance(max_kv_len, int) else list(max_kv_len)
+    total = sum(num_rows)
+    groups = []
+    first = 0
+    for start, stop in group_requests(num_rows):
+        counts = num_rows[start:stop]
+        uniform = min(counts) == max(counts)
+        longest = max(1, *bounds[start:stop])
+        groups.append(_lay_out_group(start, stop, max(counts), longest, total, first if uniform else -1, context))
+        first += sum(counts)
+    return AttentionRows(tuple(groups), total)
+
+
+def _lay_out_group(
+    start: int, stop: int, rows_each: int, longest: int, total: int, first_row: int, context: RowContext
+) -> RowGroup:
+    device = context.context_len.device
+    row_start = context.row_start[start : stop + 1].to(torch.int64)
+    rows = row_start[:-1, None] + torch.arange(rows_each, device=device)
+    real = rows < row_start[1:, None]
+    safe = rows.clamp(max=max(total - 1, 0))
+    keys = torch.arange(longest, device=device)
+    visible = keys < context.context_len[safe][:, :, None]
+    base = context.base[start:stop, None]
+    key_positions = keys.expand(stop - start, longest)
+    if context.bits is not None:
+        column = keys - base
+        visible = visible | has_bit(context.bits[safe][:, :, None], column[:, None])
+        if context.key_offsets is not None:
+            offsets = context.key_offsets[start:stop]
+            inside = (column >= 0) & (column < offsets.shape[1])
+            placed = base + offsets.gather(1, column.clamp(0, offsets.shape[1] - 1))
+            key_positions = torch.where(inside, placed, key_positions)
+    held = keys < context.kv_len[start:stop, None]
+    visible = visible & held[:, None] & real[:, :, None]
+    visible[:, :, 0] |= ~visible.any(-1)
+    table = context.block_tables[start:stop]
+    block = table.gather(1, (keys // context.block_size).clamp(max=table.shape[1] - 1).expand(stop - start, longest))
+    key_slots = torch.where(held, block * context.block_size + keys % context.block_size, 0)
+    distance = context.positions[safe][:, :, None] - key_positions[:, None]
+    return RowGroup(torch.where(real, rows, total), key_slots.flatten(), visible, distance, first_row)
