@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from specround.contract.errors import ConfigError
 from specround.contract.plan import PLAN_KINDS, PlanKind, min_kind
 
 
@@ -15,16 +16,18 @@ class SpecLimit:
     Attributes:
         kind: Highest plan kind.
         reason: Why it is not higher; empty when `kind` is `"mask"`.
+
+    Raises:
+        ConfigError: The kind is unknown, or a kind below `"mask"` has no reason.
     """
 
     kind: PlanKind
     reason: str = ""
 
     def __post_init__(self) -> None:
-        if self.kind not in PLAN_KINDS:
-            raise ValueError(f"kind={self.kind!r}: must be one of {', '.join(PLAN_KINDS)}")
+        _check_kind(self.kind)
         if self.kind != "mask" and not self.reason:
-            raise ValueError(f"a limit of {self.kind!r} needs a reason")
+            raise ConfigError("reason", self.reason, f"given for a limit of {self.kind!r}")
 
 
 @dataclass(frozen=True)
@@ -35,6 +38,9 @@ class SpecCapabilities:
         kind: Highest plan kind every layer verifies.
         reasons: One sentence per layer kind or setting that lowers the kind, in the order found, without repeats.
 
+    Raises:
+        ConfigError: The kind is unknown.
+
     Example:
         >>> SpecCapabilities.from_limits([SpecLimit("mask"), SpecLimit("tree", "a recurrent state cannot hide a row")])
         SpecCapabilities(kind='tree', reasons=('a recurrent state cannot hide a row',))
@@ -42,6 +48,9 @@ class SpecCapabilities:
 
     kind: PlanKind
     reasons: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        _check_kind(self.kind)
 
     @classmethod
     def from_limits(cls, limits: Iterable[SpecLimit]) -> SpecCapabilities:
@@ -56,3 +65,8 @@ class SpecCapabilities:
         found = list(reports)
         kind = min_kind("mask", *(report.kind for report in found))
         return cls(kind, tuple(dict.fromkeys(reason for report in found for reason in report.reasons)))
+
+
+def _check_kind(kind: str) -> None:
+    if kind not in PLAN_KINDS:
+        raise ConfigError("kind", kind, f"one of {', '.join(PLAN_KINDS)}")

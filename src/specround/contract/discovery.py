@@ -6,7 +6,7 @@ import difflib
 import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, fields
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 from typing import Any, TypeVar
 
 from specround.contract.errors import ConfigError
@@ -27,7 +27,8 @@ def register_speculator(name: str) -> Callable[[ConfigType], ConfigType]:
         name: The method's name in `speculative_config`.
 
     Raises:
-        ConfigError: The class is not a `SpeculatorConfig`, or another class already has the name.
+        ConfigError: The name is not a non-empty string, the class is not a `SpeculatorConfig`, or another class already
+            has the name.
 
     Example::
 
@@ -35,6 +36,8 @@ def register_speculator(name: str) -> Callable[[ConfigType], ConfigType]:
         @dataclass(frozen=True, kw_only=True)
         class MyConfig(SpeculatorConfig): ...
     """
+    if not isinstance(name, str) or not name:
+        raise ConfigError("method", name, "a non-empty string, as in @register_speculator('mine')")
 
     def decorate(cls: ConfigType) -> ConfigType:
         _check_class(cls, name)
@@ -76,7 +79,7 @@ def find_speculator(method: str) -> type[SpeculatorConfig]:
         return _registered[method]
     for point in entry_points(group=ENTRY_POINT_GROUP):
         if point.name == method:
-            return _check_class(point.load(), method)
+            return _check_class(_load_entry_point(point), method)
     if "." in method or ":" in method:
         return _check_class(_load_dotted(method), method)
     raise ConfigError("method", method, _allowed_methods(method))
@@ -113,8 +116,17 @@ def parse_speculative_config(config: Mapping[str, Any]) -> SpeculatorConfig:
     return cls(**values)
 
 
+def _load_entry_point(point: EntryPoint) -> object:
+    try:
+        return point.load()
+    except (ImportError, AttributeError) as error:
+        raise ConfigError("method", point.name, f"loadable from its entry point {point.value!r} ({error})") from error
+
+
 def _load_dotted(path: str) -> object:
     module_name, _, name = path.partition(":") if ":" in path else path.rpartition(".")
+    if not module_name or module_name.startswith("."):
+        raise ConfigError("method", path, _allowed_methods(path))
     try:
         module = importlib.import_module(module_name)
     except ImportError as error:

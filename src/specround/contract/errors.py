@@ -27,6 +27,9 @@ class FieldError(SpecRoundError, ValueError):
         self.field, self.value, self.allowed = field, value, allowed
         super().__init__(f"{field}={_shorten(value)}: must be {allowed}")
 
+    def __reduce__(self) -> tuple[type[FieldError], tuple[str, object, str]]:
+        return type(self), (self.field, self.value, self.allowed)
+
 
 class ConfigError(FieldError):
     """An engine, speculator or resource setting is out of range or unknown."""
@@ -63,9 +66,12 @@ class SpeculatorError(SpecRoundError, RuntimeError):
     """
 
     def __init__(self, speculator: str, hook: str, request_ids: Sequence[str], cause: str) -> None:
-        self.speculator, self.hook, self.request_ids = speculator, hook, tuple(request_ids)
+        self.speculator, self.hook, self.request_ids, self.cause = speculator, hook, tuple(request_ids), cause
         shown = ", ".join(self.request_ids[:8]) + (" ..." if len(self.request_ids) > 8 else "")
         super().__init__(f"{speculator}.{hook} failed: {cause} (requests failed: {shown or 'none'})")
+
+    def __reduce__(self) -> tuple[type[SpeculatorError], tuple[str, str, tuple[str, ...], str]]:
+        return type(self), (self.speculator, self.hook, self.request_ids, self.cause)
 
 
 class EngineStoppedError(SpecRoundError, RuntimeError):

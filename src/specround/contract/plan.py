@@ -79,7 +79,8 @@ class VerifyPlan:
                 found = tuple(tensor.shape)
                 raise PlanError(f"{name} has shape {found}: must be {shape} beside token_ids {rows, columns}")
         if columns < 1 or (self.kind != "chain" and columns > MAX_TREE_COLUMNS):
-            raise PlanError(f"a {self.kind} plan has {columns} columns: must be 1 to {MAX_TREE_COLUMNS}")
+            allowed = "at least 1" if self.kind == "chain" else f"1 to {MAX_TREE_COLUMNS}"
+            raise PlanError(f"a {self.kind} plan has {columns} columns: must be {allowed}")
 
     @property
     def kind(self) -> PlanKind:
@@ -113,7 +114,8 @@ def trim_draft_tokens(plan: VerifyPlan, num_drafts: Tensor | int) -> VerifyPlan:
         A plan that shares `token_ids` with the given one. Requests without candidates stay without.
 
     Raises:
-        PlanError: The plan is not a chain: cutting a tree by columns would keep an arbitrary part of it.
+        PlanError: The plan is not a chain (cutting a tree by columns would keep an arbitrary part of it), or an int
+            below 0 is given (that would drop the root).
 
     Example:
         >>> trim_draft_tokens(chain_plan, 2).num_candidates.max() <= 3
@@ -122,6 +124,8 @@ def trim_draft_tokens(plan: VerifyPlan, num_drafts: Tensor | int) -> VerifyPlan:
     if plan.kind != "chain":
         raise PlanError(f"trim_draft_tokens was given a {plan.kind} plan: must be a chain")
     if isinstance(num_drafts, int):
+        if num_drafts < 0:
+            raise PlanError(f"num_drafts={num_drafts}: must be an integer >= 0")
         kept = plan.num_candidates.clamp(max=num_drafts + 1)
     else:
         kept = plan.num_candidates.minimum((num_drafts + 1).to(plan.num_candidates.dtype))

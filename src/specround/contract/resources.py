@@ -29,9 +29,9 @@ class DraftLayer:
 
     def __post_init__(self) -> None:
         for field in ("num_kv_heads", "head_dim"):
-            if getattr(self, field) < 1:
+            if not _is_int(getattr(self, field), 1):
                 raise ConfigError(f"draft layer {self.name!r}.{field}", getattr(self, field), "an integer >= 1")
-        if self.window is not None and self.window < 1:
+        if self.window is not None and not _is_int(self.window, 1):
             raise ConfigError(f"draft layer {self.name!r}.window", self.window, "an integer >= 1 or None")
 
 
@@ -69,19 +69,24 @@ class SpecResources:
 
     def __post_init__(self) -> None:
         for field in ("max_candidates", "max_branching"):
-            if not isinstance(getattr(self, field), int) or getattr(self, field) < 1:
+            if not _is_int(getattr(self, field), 1):
                 raise ConfigError(field, getattr(self, field), "an integer >= 1")
         if self.kind != "chain" and self.max_candidates > MAX_TREE_COLUMNS:
             raise ConfigError("max_candidates", self.max_candidates, f"at most {MAX_TREE_COLUMNS} for trees and masks")
-        if self.max_depth is not None and not 0 <= self.max_depth < self.max_candidates:
+        if self.max_depth is not None and not _is_int(self.max_depth, 0, self.max_candidates - 1):
             raise ConfigError("max_depth", self.max_depth, f"0 to max_candidates - 1 = {self.max_candidates - 1}")
-        for shape in self.candidate_shapes:
-            if not 1 <= shape <= self.max_candidates:
-                raise ConfigError("candidate_shapes", self.candidate_shapes, f"values of 1 to {self.max_candidates}")
+        shapes = self.candidate_shapes
+        if not isinstance(shapes, tuple) or not all(_is_int(shape, 1, self.max_candidates) for shape in shapes):
+            raise ConfigError("candidate_shapes", shapes, f"a tuple of integers of 1 to {self.max_candidates}")
         if self.drafting not in ("device", "host"):
             raise ConfigError("drafting", self.drafting, "'device' or 'host'")
-        if isinstance(self.hidden_states, str) and self.hidden_states not in ("none", "last"):
-            raise ConfigError("hidden_states", self.hidden_states, "'none', 'last' or a tuple of layer indices")
+        layers = self.hidden_states
+        indices = isinstance(layers, tuple) and layers != () and all(_is_int(layer, 0) for layer in layers)
+        if layers not in ("none", "last") and not indices:
+            raise ConfigError("hidden_states", layers, "'none', 'last' or a tuple of layer indices >= 0")
+        names = [layer.name for layer in self.draft_layers]
+        if len(set(names)) < len(names):
+            raise ConfigError("draft_layers", names, "layers with unique names")
 
     @property
     def kind(self) -> PlanKind:
@@ -102,16 +107,22 @@ class SpecResources:
             kind: `"chain"`, `"tree"` or `"mask"`. A kind at or above the present one changes nothing.
 
         Raises:
-            ConfigError: `kind` is `"none"`: without any verification there is nothing to lower to.
+            ConfigError: `kind` is unknown, or `"none"`: without any verification there is nothing to lower to.
 
         Example:
             >>> SpecResources(max_candidates=8, max_branching=2).lowered("chain").max_branching
             1
         """
-        if kind == "none":
+        if kind not in PLAN_KINDS[1:]:
             raise ConfigError("plan kind", kind, "'chain', 'tree' or 'mask'")
         if PLAN_KINDS.index(kind) >= PLAN_KINDS.index(self.kind):
             return self
         if kind == "tree":
             return replace(self, custom_mask=False)
         return replace(self, custom_mask=False, max_branching=1, max_depth=None)
+
+
+def _is_int(value: object, low: int, high: int | None = None) -> bool:
+    if not isinstance(value, int) or isinstance(value, bool):
+        return False
+    return low <= value and (high is None or value <= high)

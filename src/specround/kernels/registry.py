@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from specround.contract import (
     KERNEL_KEYS,
@@ -42,12 +42,16 @@ class KernelRegistry:
 
     def _overlay(self, provider: KernelProvider) -> None:
         name = getattr(provider, "__qualname__", repr(provider))
-        for key, kernel in provider().items():
+        kernels = provider()
+        if not isinstance(kernels, Mapping):
+            raise KernelError(f"provider {name} returned {kernels!r}: must be a mapping of kernels by key")
+        for key, kernel in kernels.items():
             if key not in KERNEL_KEYS:
                 known = ", ".join(KERNEL_KEYS)
                 raise KernelError(f"provider {name} supplies unknown key {key!r}: known keys are {known}")
-            if not isinstance(kernel, SpecKernel):
-                raise KernelError(f"provider {name} supplies {kernel!r} for {key!r}: must have supports() and bind()")
+            if isinstance(kernel, type) or not isinstance(kernel, SpecKernel):
+                needs = "must be an object with supports() and bind()"
+                raise KernelError(f"provider {name} supplies {kernel!r} for {key!r}: {needs}")
             if key in self._kernels:
                 logger.info("kernel %s: %s overrides %s", key, name, type(self._kernels[key]).__name__)
             self._kernels[key] = kernel
@@ -67,10 +71,13 @@ class KernelRegistry:
         return SpecCapabilities.from_limits([*(self.limit(layer) for layer in layers), *settings])
 
     def bind(self, resources: SpecResources) -> None:
-        """Bind every kernel with the effective resources; paged-token commit is bound only above chains."""
+        """Bind every kernel, once also under several keys; paged-token commit is bound only above chains."""
+        bound: dict[int, SpecKernel] = {}
         for key, kernel in self._kernels.items():
             if key != "layout:paged_token/commit" or resources.kind != "chain":
-                kernel.bind(resources)
+                bound[id(kernel)] = kernel
+        for kernel in bound.values():
+            kernel.bind(resources)
 
     def _kernel_limit(self, key: str, layer: LayerDescriptor) -> SpecLimit:
         kernel = self._kernels.get(key)

@@ -20,11 +20,13 @@ class SampledRows:
         rows: `[M]` int64, rows of the logits.
         seeds: `[M]` int64, seed of each row's request.
         token_index: `[M]` int64, index in its request of the token each row decides (root's index + depth + 1).
+        noise_scale: `[M]` float32 factor of the noise, 0 = greedy after all, or None = 1.
     """
 
     rows: Tensor
     seeds: Tensor
     token_index: Tensor
+    noise_scale: Tensor | None = None
 
 
 def draw_tokens(logits: Tensor, sampled: SampledRows | None) -> Tensor:
@@ -45,6 +47,8 @@ def draw_tokens(logits: Tensor, sampled: SampledRows | None) -> Tensor:
     if sampled is None:
         return drawn
     noise = gumbel_noise(sampled.seeds, sampled.token_index, logits.shape[1])
+    if sampled.noise_scale is not None:
+        noise = noise * sampled.noise_scale[:, None]
     return drawn.index_copy(0, sampled.rows, (logits.index_select(0, sampled.rows) + noise).argmax(-1))
 
 

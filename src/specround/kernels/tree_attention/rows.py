@@ -71,7 +71,10 @@ class RowGroup:
         """
         key = (window, repeats, dtype)
         if key not in self._bias:
-            seen = self.visible if window is None else self.visible & (self.distance < window)
+            seen = self.visible
+            if window is not None:
+                seen = seen & (self.distance < window)
+                seen[:, :, 0] |= ~seen.any(-1)
             bias = torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, float("-inf"))
             groups, rows, keys = seen.shape
             wide = bias[:, None, None].expand(groups, 1, repeats, rows, keys)
@@ -108,7 +111,7 @@ def lay_out_rows(num_rows: Sequence[int], max_kv_len: int | Sequence[int], conte
     """Build the groups of a forward. Host values fix shapes only; everything else stays on the device.
 
     Args:
-        num_rows: Rows of each request, batch order.
+        num_rows: Rows of each request, batch order; requests without rows take part in no group.
         max_kv_len: Upper bound of `kv_len`, for all requests or for each.
         context: What rows see.
     """
@@ -118,6 +121,8 @@ def lay_out_rows(num_rows: Sequence[int], max_kv_len: int | Sequence[int], conte
     first = 0
     for start, stop in group_requests(num_rows):
         counts = num_rows[start:stop]
+        if max(counts) == 0:
+            continue
         uniform = min(counts) == max(counts)
         longest = max(1, *bounds[start:stop])
         groups.append(_lay_out_group(start, stop, max(counts), longest, total, first if uniform else -1, context))

@@ -1,0 +1,111 @@
+"""`EngineCore`: the loop: schedule a step, run it, take in results, at once or one step late."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterable
+
+from specround.contract import EngineStoppedError, RoundStats, SpeculatorConfig, SpeculatorError, overrides
+from specround.engine.messages import NewRequest, RequestUpdate
+from specround.engine.runner import Runner, StepHandle
+from specround.engine.scheduler import Scheduler
+
+
+class EngineCore:
+    """Scheduler and runner. It exchanges plain messages with its front end, so it can live in another process.
+
+    Args:
+        scheduler: The host side.
+        runner: The device side.
+        config: The speculator's policies, or None.
+        async_scheduling: Take in a step's results only after the next step is under way.
+    """
+
+    def __init__(
+        self, scheduler: Scheduler, runner: Runner, config: SpeculatorConfig | None, *, async_scheduling: bool
+    ) -> None:
+        self.scheduler, self.runner = scheduler, runner
+        self._depth = 1 if async_scheduling else 0
+        self._in_flight: deque[StepHandle] = deque()
+        self._config = config if config is not None and overrides(config, SpeculatorConfig, "round_finished") else None
+        self._failure: BaseException | None = None
+        self._last_result = time.perf_counter()
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `step` has something to do."""
+        return bool(self._in_flight) or self.scheduler.has_work
+
+    def add(self, request: NewRequest) -> None:
+        """Queue a request.
+
+        Raises:
+            RequestError: Duplicate id.
+            EngineStoppedError: An earlier failure or `shutdown` stopped the engine.
+        """
+        self._check_alive()
+        self.scheduler.add(request)
+
+    def abort(self, request_ids: Iterable[str]) -> list[RequestUpdate]:
+        """Finish requests now; unknown ids are ignored."""
+        alive = self.scheduler.abort(request_ids)
+        return [RequestUpdate(request_id=name, new_token_ids=(), finish_reason="abort") for name in alive]
+
+    def step(self) -> list[RequestUpdate]:
+        """Advance by one step.
+
+        Raises:
+            SpeculatorError: A hook failed; every request failed with it and the engine is stopped.
+            EngineStoppedError: It was stopped before.
+        """
+        self._check_alive()
+        try:
+            scheduled = self.scheduler.schedule()
+            handle = None if scheduled is None else self.runner.execute(scheduled)
+            if handle is not None:
+                self._in_flight.append(handle)
+            depth = self._depth if handle is not None else 0
+            updates = []
+            while len(self._in_flight) > depth:
+                updates += self._take_in(self._in_flight.popleft())
+            return updates
+        except SpeculatorError as error:
+            request_ids = self._stop(error)
+            raise SpeculatorError(error.speculator, error.hook, request_ids, error.cause) from error
+        except Exception as error:
+            self._stop(error)
+            raise
+
+    def shutdown(self) -> None:
+        """Drop all requests and refuse new ones."""
+        if self._failure is None:
+            self._stop(EngineStoppedError("the engine was shut down"))
+
+    def _take_in(self, handle: StepHandle) -> list[RequestUpdate]:
+        result = handle.wait()
+        now = time.perf_counter()
+        updates = self.scheduler.update(handle.step, result)
+        if self._config is not None:
+            stats = RoundStats(
+                step=handle.step.step,
+                seconds=now - self._last_result,
+                num_candidates=result.num_candidates,
+                num_committed=tuple(len(tokens) for tokens in result.committed),
+            )
+            try:
+                self._config.round_finished(stats)
+            except Exception as error:
+                cause = f"{type(error).__name__}: {error}"
+                raise SpeculatorError(type(self._config).__name__, "round_finished", (), cause) from error
+        self._last_result = now
+        return updates
+
+    def _stop(self, failure: BaseException) -> tuple[str, ...]:
+        self._failure = failure
+        self._in_flight.clear()
+        return self.scheduler.stop()
+
+    def _check_alive(self) -> None:
+        if self._failure is not None:
+            raise EngineStoppedError(f"the engine is stopped: {self._failure}")

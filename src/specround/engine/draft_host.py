@@ -1,0 +1,209 @@
+"""`EngineDraftHost`: runs a drafter's models inside the embedded engine, on the target's block table."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from specround.contract import ConfigError, DraftRows, SpecResources
+from specround.engine.device_state import DeviceState
+from specround.kernels.kv_cache.naive import write_kv
+from specround.kernels.reference import AttentionKernel
+from specround.kernels.registry import KernelRegistry
+from specround.kernels.tree_attention.rows import AttentionRows, RowContext, lay_out_rows
+from specround.models.attention import KVShape
+from specround.models.causal_lm import CausalModel
+from specround.models.pretrained import load_pretrained
+from specround.models.sources import resolve_model
+
+
+class HostedDraftModel:
+    """A `DraftModel` whose attention runs over the engine's paged KV; made by `EngineDraftHost.load_model`."""
+
+    def __init__(self, model: CausalModel, host: EngineDraftHost) -> None:
+        self.model, self._host = model, host
+
+    @property
+    def vocab_size(self) -> int:
+        """Size of the vocabulary of `logits`."""
+        return self.model.vocab_size
+
+    @property
+    def max_model_len(self) -> int:
+        """Longest context the model was made for."""
+        return self.model.max_model_len
+
+    def forward(self, token_ids: Tensor, positions: Tensor) -> Tensor:
+        """Hidden states `[N, H]` of the rows announced by `begin`."""
+        rows, slots = self._host.current
+        ids = token_ids.clamp(0, self.vocab_size - 1)
+        return self.model.forward(ids, positions.clamp(0, self.max_model_len - 1), slots, rows)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits `[M, V]` float32."""
+        return self.model.logits(hidden).float()
+
+
+class EngineDraftHost:
+    """Draft layers share block ids with the target: a request's block is a page in every layer.
+
+    Args:
+        target: The target model, for shared weights.
+        state: Per-request device state.
+        resources: Declared resources, for their draft layers.
+    """
+
+    def __init__(self, target: CausalModel, state: DeviceState, resources: SpecResources) -> None:
+        self._target, self._state = target, state
+        self._layers = resources.draft_layers
+        self._models: list[HostedDraftModel] = []
+        self._caches: dict[str, tuple[Tensor, Tensor]] = {}
+        self._kernels: dict[str, AttentionKernel] = {}
+        self._current: tuple[AttentionRows, Tensor] | None = None
+        rows = state.null_req_idx + 1
+        device = state.block_tables.device
+        self._base = torch.zeros(rows, dtype=torch.int64, device=device)
+        self._ancestors = torch.zeros(rows, 64, dtype=torch.int64, device=device)
+        self._offsets = torch.zeros(rows, 64, dtype=torch.int64, device=device)
+        self.max_kv_len = 0
+        """Upper bound of the slots any row may see; set by the runner for each step."""
+
+    @property
+    def max_num_seqs(self) -> int:
+        """Largest `req_idx` + 1."""
+        return self._state.null_req_idx
+
+    @property
+    def max_model_len(self) -> int:
+        """Longest context of the target."""
+        return self._state.max_model_len
+
+    @property
+    def vocab_size(self) -> int:
+        """Size of the target's vocabulary."""
+        return self._target.vocab_size
+
+    @property
+    def current(self) -> tuple[AttentionRows, Tensor]:
+        """Rows and flat slots announced by the last `begin`."""
+        assert self._current is not None, "begin() comes before forward() and attend()"
+        return self._current
+
+    def load(self, names: Sequence[str]) -> dict[str, Tensor]:
+        """Target weights by checkpoint name, shared.
+
+        Raises:
+            ConfigError: A name is unknown.
+        """
+        weights = self._target.named_parameters()
+        for name in names:
+            if name not in weights:
+                close = difflib.get_close_matches(name, weights, n=3) or sorted(weights)[:3]
+                raise ConfigError("weight name", name, f"a parameter of the target, such as {', '.join(close)}")
+        return {name: weights[name] for name in names}
+
+    def load_model(self, path: str) -> HostedDraftModel:
+        """Load a draft model; its layers get KV in the engine's pool."""
+        source = resolve_model(path)
+        pretrained = load_pretrained(source, self._target.dtype, self._state.block_tables.device)
+        model = HostedDraftModel(CausalModel(pretrained, name=f"draft{len(self._models)}"), self)
+        self._models.append(model)
+        return model
+
+    def kv_layers(self) -> list[tuple[KVShape, torch.dtype]]:
+        """Shape and dtype of every draft layer, in the order `bind` takes caches."""
+        dtype = self._target.dtype
+        own = [KVShape(num_kv_heads=x.num_kv_heads, key_dim=x.head_dim, value_dim=x.head_dim) for x in self._layers]
+        return [(shape, dtype) for shape in own] + [
+            (shape, hosted.model.dtype) for hosted in self._models for shape in hosted.model.kv_shapes
+        ]
+
+    def bind(self, registry: KernelRegistry, caches: list[tuple[Tensor, Tensor]]) -> None:
+        """Give every draft layer its cache and kernel."""
+        remaining = list(caches)
+        for layer in self._layers:
+            self._caches[layer.name] = remaining.pop(0)
+            key = "attention:full/verify" if layer.window is None else "attention:sliding/verify"
+            self._kernels[layer.name] = registry.get(key)  # type: ignore[assignment]
+        for hosted in self._models:
+            count = len(hosted.model.layers)
+            hosted.model.bind(registry, remaining[:count])
+            remaining = remaining[count:]
+
+    def begin(self, rows: DraftRows) -> None:
+        """Lay out the rows of the next draft forward."""
+        state, req_idx = self._state, rows.req_idx
+        live = (rows.slots >= 0) & (rows.slots < state.num_allocated_slots[req_idx])
+        rooted = live & (rows.parents < 0)
+        self._grow(rows, live, rooted)
+        base = self._base[req_idx]
+        column = (rows.slots - base).clamp(0, 63)
+        bits = torch.where(live & ~rooted, self._ancestors[req_idx, column], 0)
+        context_len = torch.where(rooted, rows.slots + 1, torch.where(live, base + 1, 0))
+        row_start, owners = _request_bounds(rows.num_rows, req_idx)
+        tables = state.block_tables[owners]
+        safe = rows.slots.clamp(min=0)
+        block = state.block_tables[req_idx, (safe // state.block_size).clamp(max=tables.shape[1] - 1)]
+        slots = torch.where(live, block * state.block_size + safe % state.block_size, 0)
+        context = RowContext(
+            row_start=row_start,
+            context_len=context_len,
+            positions=rows.positions,
+            kv_len=self._highest(rows, live)[owners] + 1,
+            base=self._base[owners],
+            bits=bits,
+            key_offsets=self._offsets[owners],
+            block_tables=tables,
+            block_size=state.block_size,
+        )
+        self._current = (lay_out_rows(rows.num_rows, self.max_kv_len, context), slots)
+
+    def attend(self, layer: str, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Write the rows' KV to the layer's cache and attend."""
+        if layer not in self._caches:
+            known = ", ".join(self._caches) or "none declared"
+            raise ConfigError("draft layer", layer, f"one of the declared ones: {known}")
+        rows, slots = self.current
+        key_cache, value_cache = self._caches[layer]
+        write_kv(key_cache, value_cache, key, value, slots)
+        window = next(item.window for item in self._layers if item.name == layer)
+        scale = query.shape[-1] ** -0.5
+        return self._kernels[layer](
+            query, key_cache, value_cache, rows, scale=scale, window=window, sinks=None, softcap=None
+        )
+
+    def _grow(self, rows: DraftRows, live: Tensor, rooted: Tensor) -> None:
+        """Remember tree bases and ancestors; column 0 is the base, which the context covers."""
+        latest = self._highest(rows, rooted)
+        self._base.copy_(torch.where(latest >= 0, latest, self._base))
+        base = self._base[rows.req_idx]
+        grown = live & ~rooted
+        parent = (rows.parents - base).clamp(0, 63)
+        column = (rows.slots - base).clamp(0, 63)
+        inherited = torch.where(parent > 0, self._ancestors[rows.req_idx, parent], 0)
+        own = inherited | (torch.ones_like(column) << column)
+        owner = torch.where(grown, rows.req_idx, self._state.null_req_idx)
+        self._ancestors[owner, column] = own
+        self._offsets[owner, column] = rows.positions - base
+
+    def _highest(self, rows: DraftRows, chosen: Tensor) -> Tensor:
+        """Highest slot among the chosen rows of each request slot, -1 without one."""
+        slots = torch.where(chosen, rows.slots, -1)
+        return torch.full_like(self._base, -1).scatter_reduce(0, rows.req_idx, slots, "amax")
+
+
+def _request_bounds(num_rows: Sequence[int], req_idx: Tensor) -> tuple[Tensor, Tensor]:
+    """`row_start [R + 1]` int32 and the slot of each request, from host counts without an upload when uniform."""
+    count = len(num_rows)
+    if min(num_rows) == max(num_rows):
+        step = num_rows[0]
+        return torch.arange(count + 1, device=req_idx.device, dtype=torch.int32) * step, req_idx[::step]
+    counts = torch.tensor(num_rows, dtype=torch.int32)
+    if req_idx.is_cuda:
+        counts = counts.pin_memory().to(req_idx.device, non_blocking=True)
+    row_start = torch.zeros(count + 1, dtype=torch.int32, device=req_idx.device)
+    row_start[1:] = counts.cumsum(0)
+    return row_start, req_idx[row_start[:-1].to(torch.int64)]

@@ -1,0 +1,112 @@
+"""Value checks of plans and accept results: always on a CPU, on request elsewhere because they read device values."""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+
+from specround.contract import PLAN_KINDS, AcceptResult, PlanError, SpecResources, VerifyPlan
+from specround.round.batch import RoundBatch
+from specround.round.layout import PlanLayout
+
+
+def check_plan_shape(plan: VerifyPlan, batch: RoundBatch, resources: SpecResources) -> None:
+    """Refuse what the host can see without reading values: a kind above the effective one, or wrong sizes.
+
+    Raises:
+        PlanError: Names the kind or size and what is allowed.
+    """
+    if PLAN_KINDS.index(plan.kind) > PLAN_KINDS.index(resources.kind):
+        raise PlanError(f"a {plan.kind} plan: the effective resources allow at most a {resources.kind}")
+    if plan.num_requests != batch.shape.num_requests:
+        raise PlanError(f"the plan has {plan.num_requests} requests: this step has {batch.shape.num_requests}")
+    if plan.num_columns > max(resources.max_candidates, batch.shape.num_columns):
+        raise PlanError(f"the plan has {plan.num_columns} columns: at most {resources.max_candidates} are effective")
+
+
+def check_plan_values(plan: VerifyPlan, batch: RoundBatch, resources: SpecResources, vocab_size: int) -> None:
+    """Check a plan by value, column 0 excepted: the engine writes it.
+
+    Raises:
+        PlanError: Names request (batch index), column, and the values.
+    """
+    count, limit = plan.num_candidates.to(torch.int64), batch.max_rows.to(torch.int64)
+    bad = (count > limit) | (count < limit.clamp(max=1))
+    if bool(bad.any()):
+        r = int(bad.nonzero()[0])
+        allowed = "0" if int(limit[r]) == 0 else f"1 to {int(limit[r])}"
+        raise PlanError(f"request {r}: num_candidates={int(count[r])}: must be {allowed}")
+    column = torch.arange(plan.num_columns, device=count.device)
+    draft = (column > 0) & (column < count[:, None])
+    _refuse(draft & (plan.token_ids < 0), plan.token_ids, "token_ids", "a token id: used columns are a prefix")
+    _refuse(draft & (plan.token_ids >= vocab_size), plan.token_ids, "token_ids", f"below {vocab_size}")
+    depth = column.expand_as(draft)
+    if plan.parents is not None:
+        _refuse(draft & (plan.parents < 0), plan.parents, "parents", ">= 0 in a used column")
+        _refuse(draft & (plan.parents >= column), plan.parents, "parents", "smaller than the own column")
+        depth = _depth(plan.parents)
+        _check_branching(plan.parents, draft, resources.max_branching)
+    _refuse(draft & (depth > resources.depth_limit), depth, "depth", f"at most {resources.depth_limit}")
+    if plan.positions is not None:
+        _refuse(draft & (plan.positions < 0), plan.positions, "positions", ">= 0")
+
+
+def check_result(result: AcceptResult, layout: PlanLayout, vocab_size: int) -> None:
+    """Check what a speculator's own `accept` returned.
+
+    Raises:
+        PlanError: Names request, place in the path, and the values.
+    """
+    plan, path = layout.plan, result.path.to(torch.int64)
+    if path.shape != plan.token_ids.shape:
+        raise PlanError(f"path has shape {tuple(path.shape)}: must be {tuple(plan.token_ids.shape)}, as the plan")
+    count, have = result.num_committed.to(torch.int64), plan.num_candidates.to(torch.int64)
+    bad = (count > have) | (count < have.clamp(max=1))
+    if bool(bad.any()):
+        r = int(bad.nonzero()[0])
+        raise PlanError(f"request {r}: num_committed={int(count[r])}: must be {min(1, int(have[r]))} to {int(have[r])}")
+    place = torch.arange(path.shape[1], device=path.device)
+    kept = place < count[:, None]
+    _refuse(kept & ((path < 0) | (path >= have[:, None])), path, "path", "a used column")
+    _refuse(kept & (place == 0) & (path != 0), path, "path", "0 at its start")
+    safe = path.clamp(0, path.shape[1] - 1)
+    parents = plan.parents if plan.parents is not None else (place - 1).expand_as(path)
+    before = torch.cat([path[:, :1], path[:, :-1]], 1)
+    linked = parents.to(torch.int64).gather(1, safe) == before
+    _refuse(kept & (place > 0) & ~linked, path, "path", "a child of the column before it")
+    if layout.committable is not None:
+        _refuse(kept & ~layout.committable.gather(1, safe), path, "path", "a committable row, not a probe")
+    tokens = result.token_ids
+    _refuse(kept & ((tokens < 0) | (tokens >= vocab_size)), tokens, "token_ids", f"0 to {vocab_size - 1}")
+    drafts = plan.token_ids.gather(1, safe)
+    differs = torch.zeros_like(kept)
+    differs[:, :-1] = kept[:, 1:] & (tokens[:, :-1] != drafts[:, 1:])
+    _refuse(differs, tokens, "token_ids", "the draft of the next column of the path")
+
+
+def _depth(parents: Tensor) -> Tensor:
+    depth = torch.zeros_like(parents)
+    for column in range(1, parents.shape[1]):
+        parent = parents[:, column : column + 1].to(torch.int64).clamp(0, column - 1)
+        depth[:, column] = depth.gather(1, parent)[:, 0] + 1
+    return depth
+
+
+def _check_branching(parents: Tensor, draft: Tensor, max_branching: int) -> None:
+    columns = parents.shape[1]
+    where = torch.where(draft, parents.to(torch.int64), columns)
+    children = torch.zeros(parents.shape[0], columns + 1, dtype=torch.int64, device=parents.device)
+    children.scatter_add_(1, where, torch.ones_like(where))
+    _refuse(children[:, :columns] > max_branching, children, "children", f"at most max_branching={max_branching}")
+
+
+def _refuse(bad: Tensor, values: Tensor, name: str, allowed: str) -> None:
+    if bool(bad.any()):
+        _raise_at(bad, values, name, allowed)
+
+
+def _raise_at(bad: Tensor, values: Tensor, name: str, allowed: str) -> NoReturn:
+    r, column = (int(part) for part in bad.nonzero()[0])
+    raise PlanError(f"request {r}, column {column}: {name}={int(values[r, column])}: must be {allowed}")
