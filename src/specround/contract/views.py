@@ -122,6 +122,7 @@ class ProposeView:
         positions: `[T]` int64, token index of each row in its request, -1 for rows that were not committed.
         hidden_states: `[T, H]` as declared in `SpecResources.hidden_states`, chain order, or None.
         result: What was accepted.
+        any_sampled: Whether some request of the step may be sampled rather than greedy, known on the host.
         host: The committed tokens on the host; only for `drafting="host"`.
     """
 
@@ -142,4 +143,5 @@ class ProposeView:
     positions: Tensor
     hidden_states: Tensor | None
     result: AcceptResult
+    any_sampled: bool = True
     host: HostStep | None = None

@@ -156,6 +156,7 @@ class Runner:
                 positions=outcome.rows.positions,
                 hidden_states=outcome.rows.hidden_states,
                 result=outcome.result,
+                any_sampled=batch.shape.num_sampled_rows > 0,
                 host=host,
             )
         )

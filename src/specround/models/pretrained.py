@@ -241,7 +241,8 @@ def _fill(
         name = shared.get(stored_name, stored_name)
         if name in filled:
             if not torch.equal(filled[name].cpu(), tensor.to(dtype)):
-                raise ModelError(stored_name, "different", f"equal to {name}: the config ties the two")
+                tied = [name, *(other for other, first in shared.items() if first == name)]
+                raise ModelError(" and ".join(tied), "different values", "equal: the config ties them")
         elif not name.endswith(_IGNORED_SUFFIXES):
             filled[name] = _own_parameter(name, tensor, dtype, device)
             owner, _, attribute = name.rpartition(".")

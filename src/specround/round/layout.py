@@ -76,7 +76,9 @@ def lay_out(plan: VerifyPlan, batch: RoundBatch) -> PlanLayout:
         block_size=batch.block_size,
     )
     logits_rows, logits_batch_idx, logits_column = _logits_rows(batch)
-    row_depth = logits_column if tables is None else tables.depth[logits_batch_idx, logits_column].to(torch.int64)
+    row_depth = logits_column
+    if tables is not None:
+        row_depth = tables.depth[logits_batch_idx, logits_column.clamp(max=columns - 1)].to(torch.int64)
     return PlanLayout(
         plan=plan,
         tables=tables,

@@ -1,0 +1,60 @@
+"""`TreeDrafts`: a tree speculator's drafts by request slot, and the plan made of them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from specround.contract import PlanView, VerifyPlan
+
+
+class TreeDrafts:
+    """Drafts of every request slot on the device, columns in topological order, column 0 the root.
+
+    Buffers keep their addresses. Because parents come before their children, the leading columns of a draft tree are a
+    draft tree, so a smaller budget simply cuts columns.
+
+    Args:
+        num_slots: Request slots, the padding slot included.
+        max_candidates: C, columns.
+        device: Where the buffers live.
+    """
+
+    def __init__(self, num_slots: int, max_candidates: int, device: torch.device) -> None:
+        self.token_ids = torch.full((num_slots, max_candidates), -1, dtype=torch.int64, device=device)
+        """`[num_slots, C]`, -1 = no draft."""
+        self.parents = torch.full((num_slots, max_candidates), -1, dtype=torch.int32, device=device)
+        """`[num_slots, C]`, parent column."""
+
+    def clear(self, req_idx: int) -> None:
+        """Forget a slot's drafts: its next plan is the root alone."""
+        self.token_ids[req_idx].fill_(-1)
+
+    def write(self, req_idx: Tensor, token_ids: Tensor, parents: Tensor) -> None:
+        """Set the drafts of some slots.
+
+        Args:
+            req_idx: `[R]` int64.
+            token_ids: `[R, C]` int64; column 0 is ignored, drafts are a prefix of the other columns.
+            parents: `[R, C]` int32.
+        """
+        self.token_ids.index_copy_(0, req_idx, token_ids)
+        self.parents.index_copy_(0, req_idx, parents)
+
+    def plan(self, view: PlanView, *, as_chain: bool = False) -> VerifyPlan:
+        """The step's plan, cut to its columns.
+
+        Args:
+            view: The step.
+            as_chain: The drafts are chains and the plan must say so.
+        """
+        token_ids = self.token_ids.index_select(0, view.req_idx)[:, : view.num_columns]
+        drafted = (token_ids[:, 1:] >= 0).to(torch.int32).cumprod(1).sum(1).to(torch.int32)
+        parents = None
+        if not as_chain:
+            parents = self.parents.index_select(0, view.req_idx)[:, : view.num_columns]
+        return VerifyPlan(
+            token_ids=token_ids,
+            num_candidates=torch.minimum(drafted + 1, view.max_rows),
+            parents=parents,
+        )
