@@ -1,7 +1,7 @@
 """A speculator that tries to break the engine: every shape of tree, wrong tokens, right tokens in awkward places.
 
 It is told in advance what plain decoding generates (`answers`, by prompt), so that its trees can hide the right
-continuation where faults show: in children that are never first, below a long list of wrong siblings, beside duplicates,
+continuation where faults show: in children that are never first, below many wrong siblings, beside duplicates,
 next to probe rows that see too little. Every other round it plans nothing.
 """
 

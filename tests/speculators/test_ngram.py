@@ -43,6 +43,7 @@ def propose_view(buffer, steps, budget):
         positions=torch.empty(0, dtype=torch.int64),
         hidden_states=None,
         result=AcceptResult(columns.int(), empty, columns),
+        any_sampled=False,
         host=HostStep(request_ids=ids, req_idx=slots, committed=committed, max_drafts=allowed),
     )
 
@@ -131,7 +132,7 @@ def test_loops_are_drafted_past_the_end_of_the_history(loop, expected):
     assert history.draft(6) == expected
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(st.lists(st.tuples(tokens, tokens, st.integers(0, 6)), min_size=1, max_size=4), st.integers(1, 6), st.data())
 def test_rows_hold_the_limits(requests, num_drafts, data):
     """Rows are drafts then -1, at most min(K, budget - 1, max_drafts) long, for every request of the step and no other.

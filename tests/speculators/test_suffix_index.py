@@ -90,7 +90,7 @@ class ForgetsLastStart(SuffixIndex):
             super()._forget_prefixes(number, tokens)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(texts, depths, st.integers(1, 3))
 def test_counts_and_continuations_equal_a_scan(sequences, max_depth, max_children):
     """Counts, continuation counts, totals and the order of ties are those of a scan, for every string."""
@@ -105,7 +105,7 @@ def test_the_scan_catches_a_lost_occurrence():
         check_against_scan(built(sequences, 3, cls=DropsFirstOccurrence), sequences, 3, range(3), 9)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(st.lists(st.lists(st.integers(0, 2), max_size=12), max_size=5), depths, st.integers(1, 3))
 def test_incremental_equals_batch(parts, max_depth, max_children):
     """Extending token by token, with queries in between, gives the index that one call gives."""
@@ -133,7 +133,7 @@ def check_ranking(cls, tokens, max_children):
         assert [(token, count) for count, _, token, _ in found] == expected
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.lists(st.integers(1, 30), max_size=12), st.integers(1, 5))
 def test_the_maintained_ranking_equals_a_scan(tokens, max_children):
     """Strings with so many continuations that the best are kept ranked report what a scan reports."""
@@ -163,7 +163,7 @@ def test_a_ranked_string_is_not_scanned_again():
         index.continuations(node)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(texts, depths, st.data())
 def test_removal_equals_a_rebuilt_index(sequences, max_depth, data):
     """After removing any sequences in any order the index answers, and holds, what one of the others alone does."""
@@ -194,7 +194,7 @@ def test_the_scan_catches_an_incomplete_removal():
         check_against_scan(index, [[0, 2]], 3, range(3), 9)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(st.lists(st.integers(0, 2), max_size=25), st.lists(st.integers(0, 2), max_size=8), depths)
 def test_matches_are_all_suffixes_that_occur(text, context, max_depth):
     """The matched lengths are exactly those a scan finds, longest first, in the own text and in other texts."""
@@ -246,7 +246,7 @@ def test_misuse_is_refused():
 uses = st.tuples(st.sampled_from("abcde"), st.lists(st.integers(0, 2), min_size=1, max_size=8), st.booleans())
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(st.integers(1, 3), st.lists(uses, max_size=12))
 def test_cache_keeps_the_most_recently_used(max_requests, events):
     """The cache holds what a list kept in order of use holds, and its index equals one rebuilt from those texts."""

@@ -20,8 +20,8 @@ from specround.contract import (
     DraftRows,
     PlanView,
     ProposeView,
-    SpeculatorConfig,
     SpecResources,
+    SpeculatorConfig,
     VerifyPlan,
     register_speculator,
 )
