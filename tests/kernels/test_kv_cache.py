@@ -119,7 +119,10 @@ def test_commit_leaves_what_a_chain_would_have_left(forest: list[list[int]], see
     tables, blocks = shuffled_tables([root + len(tree) for root, tree in zip(roots, forest, strict=True)], rng)
     paths = [path_to(tree, rng.randrange(len(tree))) for tree in forest]
     generator = torch.Generator().manual_seed(seed)
-    caches = [torch.randn(3, blocks * BLOCK, 2, 3, generator=generator), torch.randn(1, blocks * BLOCK, 5)]
+    caches = [
+        torch.randn(3, blocks * BLOCK, 2, 3, generator=generator),
+        torch.randn(1, blocks * BLOCK, 5, generator=generator),
+    ]
     before = [cache.clone() for cache in caches]
     source, target = moves_of(paths, roots, tables, max(map(len, forest)))
     commit_kv(caches, source, target)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
 import torch
 from hypothesis import given
@@ -16,6 +14,7 @@ from tree_oracles import (
     depth_of,
     forests,
     path_to,
+    probe_case,
     property_settings,
 )
 
@@ -152,22 +151,6 @@ def committable_errors(found: torch.Tensor, forest: Forest, visible: list[list[s
                     wanted &= positions[r][row] == depth_of(parents, row)
             errors += bool(found[r, column]) != wanted
     return errors
-
-
-def probe_case(forest: Forest, seed: int, with_positions: bool) -> tuple[list[list[set[int]]], list[list[int]] | None]:
-    """What each row sees and where it sits: mostly what a committable row would, sometimes not."""
-    rng = random.Random(seed)
-    visible: list[list[set[int]]] = []
-    positions: list[list[int]] = []
-    for parents, used in zip(forest.parents, forest.used, strict=True):
-        seen = [ancestors_of(parents, c) if c < used else {c} for c in range(len(parents))]
-        for column in range(1, used):
-            if rng.random() < 0.15:
-                seen[column] = seen[column] ^ {rng.randrange(column)}
-        visible.append(seen)
-        exact = [depth_of(parents, c) if c < used else 0 for c in range(len(parents))]
-        positions.append([place + (c > 0 and rng.random() < 0.1) for c, place in enumerate(exact)])
-    return visible, positions if with_positions else None
 
 
 @given(forests(), st.integers(0, 2**32), st.booleans())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass
 
 import torch
@@ -101,3 +102,19 @@ def as_int64(columns: set[int]) -> int:
     """The signed 64-bit integer with these bits."""
     unsigned = sum(1 << column for column in columns)
     return unsigned - 2**64 if unsigned >= 2**63 else unsigned
+
+
+def probe_case(forest: Forest, seed: int, with_positions: bool) -> tuple[list[list[set[int]]], list[list[int]] | None]:
+    """What each row sees and where it sits: mostly what a committable row would, sometimes not."""
+    rng = random.Random(seed)
+    visible: list[list[set[int]]] = []
+    positions: list[list[int]] = []
+    for parents, used in zip(forest.parents, forest.used, strict=True):
+        seen = [ancestors_of(parents, c) if c < used else {c} for c in range(len(parents))]
+        for column in range(1, used):
+            if rng.random() < 0.15:
+                seen[column] = seen[column] ^ {rng.randrange(column)}
+        visible.append(seen)
+        exact = [depth_of(parents, c) if c < used else 0 for c in range(len(parents))]
+        positions.append([place + (c > 0 and rng.random() < 0.1) for c, place in enumerate(exact)])
+    return visible, positions if with_positions else None

@@ -33,7 +33,7 @@ class Tokenizer:
         special_ids: Ids that `decode` leaves out by default.
 
     Raises:
-        ModelError: A special token is not in the vocabulary.
+        ModelError: The begin or end token is not in the vocabulary.
     """
 
     def __init__(
@@ -49,7 +49,10 @@ class Tokenizer:
         self._backend = backend
         roles = dict(special_tokens or {})
         ids: dict[str, int] = {}
-        for role, token in roles.items():
+        for role in ("bos_token", "eos_token"):
+            if role not in roles:
+                continue
+            token = roles[role]
             token_id = backend.token_to_id(token)
             if token_id is None:
                 raise ModelError(role, token, "a token of the vocabulary")
