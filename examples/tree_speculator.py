@@ -47,7 +47,7 @@ class RecallSpeculator(BaseSpeculator):
         token_ids = torch.cat([view.root_token_ids[:, None], drafts], 1)
         if self.branches == 1:
             return VerifyPlan(token_ids=token_ids, num_candidates=view.max_rows.clamp(max=token_ids.shape[1]))
-        parents = torch.cat([parents.new_tensor([-1]), parents]).to(torch.int32).expand_as(token_ids).contiguous()
+        parents = torch.nn.functional.pad(parents, (1, 0), value=-1).to(torch.int32).repeat(token_ids.shape[0], 1)
         return VerifyPlan(
             token_ids=token_ids, num_candidates=view.max_rows.clamp(max=token_ids.shape[1]), parents=parents
         )

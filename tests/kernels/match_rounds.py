@@ -59,17 +59,17 @@ Rule = Callable[[Round], AcceptResult]
 
 
 def random_laws(seed: int) -> Laws:
-    """Random laws with one or two zero-mass tokens after every history."""
+    """Random laws with one or two zero-mass tokens after every history; the drafter's is half like the target's."""
     generator = torch.Generator().manual_seed(seed)
 
-    def law() -> Tensor:
-        weights = torch.rand(V + 1, V + 1, V, generator=generator) ** 2 + 0.02
+    def law(weights: Tensor) -> Tensor:
         for _ in range(2):
             zero = torch.randint(0, V, (V + 1, V + 1, 1), generator=generator)
             weights = weights.scatter(2, zero, 0.0)
         return weights / weights.sum(-1, keepdim=True)
 
-    return Laws(law(), law())
+    weights, other = torch.rand(2, V + 1, V + 1, V, generator=generator) + 0.05
+    return Laws(law(weights), law(weights + other))
 
 
 def by_token_index(root_index: Tensor, depth: Tensor) -> tuple[Tensor, Tensor]:
@@ -98,7 +98,7 @@ def emit(
     requests: int,
     children: str,
     *,
-    columns: int = 6,
+    columns: int = 5,
     seed: int = 0,
     keying: Keying = by_token_index,
     rule: Rule = match,
@@ -122,13 +122,13 @@ def emit(
     text = torch.full((requests, 2 + EMITTED + columns), START)
     count, per_round = torch.zeros(requests, dtype=torch.int64), 0.0
     while int(count.min()) < EMITTED:
-        state = _round(laws, text, count, seeds, children, columns, generator, keying)
-        result = rule(state)
+        active = (count < EMITTED).nonzero()[:, 0]
+        result = rule(_round(laws, text[active], count[active], seeds[active], children, columns, generator, keying))
         per_round = per_round or float(result.num_committed.double().mean())
         for i in range(columns):
-            place = torch.where(i < result.num_committed, 2 + count + i, text.shape[1] - 1)
-            text.scatter_(1, place[:, None], result.token_ids[:, i : i + 1])
-        count = count + result.num_committed
+            place = torch.where(i < result.num_committed, 2 + count[active] + i, text.shape[1] - 1)
+            text[active, place] = result.token_ids[:, i]
+        count[active] += result.num_committed
     return text[:, 2 : 2 + EMITTED], per_round
 
 
@@ -159,7 +159,7 @@ def _round(
         tokens[:, column] = _draft(laws, history, order, seeds, index, children, generator)
         before[:, column] = history[1]
         children_of[request, parent] += 1
-    plan = VerifyPlan(tokens, torch.where(count < EMITTED, used, 0).to(torch.int32), parents.to(torch.int32))
+    plan = VerifyPlan(tokens, used.to(torch.int32), parents.to(torch.int32))
     target = laws.target[before, tokens]
     logits = target.log()
     index, offset = keying(root_index, tables.depth.to(torch.int64))

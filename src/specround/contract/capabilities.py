@@ -18,7 +18,7 @@ class SpecLimit:
         reason: Why it is not higher; empty when `kind` is `"mask"`.
 
     Raises:
-        ConfigError: The kind is unknown, or a kind below `"mask"` has no reason.
+        ConfigError: The kind is unknown, a kind below `"mask"` has no reason, or `"mask"` has one.
     """
 
     kind: PlanKind
@@ -26,8 +26,9 @@ class SpecLimit:
 
     def __post_init__(self) -> None:
         _check_kind(self.kind)
-        if self.kind != "mask" and not self.reason:
-            raise ConfigError("reason", self.reason, f"given for a limit of {self.kind!r}")
+        if (self.kind == "mask") == bool(self.reason):
+            allowed = "empty" if self.reason else "given"
+            raise ConfigError("reason", self.reason, f"{allowed} for a limit of {self.kind!r}")
 
 
 @dataclass(frozen=True)

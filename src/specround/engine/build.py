@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +14,8 @@ from specround.contract import (
     PlanKind,
     SpecCapabilities,
     SpecResources,
+    SpecRoundError,
+    SpeculatorError,
     parse_speculative_config,
 )
 from specround.engine.block_pool import BlockPool
@@ -68,9 +71,13 @@ def build_engine(config: EngineConfig, on_progress: Progress | None = None) -> E
         ConfigError: Settings that do not fit the model, the device or the memory.
         ModelError: The model cannot be loaded.
         CapabilityError: The model cannot verify anything.
+        SpeculatorError: A hook of the speculator failed while it started.
     """
     speculation = None if config.speculative_config is None else parse_speculative_config(config.speculative_config)
-    declared = SpecResources(max_candidates=1) if speculation is None else speculation.declare_resources()
+    declared = SpecResources(max_candidates=1)
+    if speculation is not None:
+        with _start_up_hook(speculation, "declare_resources"):
+            declared = speculation.declare_resources()
     if isinstance(declared.hidden_states, tuple):
         raise ConfigError(
             "hidden_states", declared.hidden_states, "'none' or 'last': layer outputs are not offered yet"
@@ -81,7 +88,10 @@ def build_engine(config: EngineConfig, on_progress: Progress | None = None) -> E
     max_model_len = _resolve_max_model_len(config, model)
     registry = KernelRegistry(() if speculation is None else speculation.spec_kernel_providers)
     capabilities = registry.capabilities(model.descriptors)
-    effective = declared if speculation is None else lower_resources(speculation, declared, capabilities)
+    effective = declared
+    if speculation is not None:
+        with _start_up_hook(speculation, "adapt_resources"):
+            effective = lower_resources(speculation, declared, capabilities)
     state = DeviceState(
         max_num_seqs=config.max_num_seqs,
         max_model_len=max_model_len,
@@ -92,8 +102,10 @@ def build_engine(config: EngineConfig, on_progress: Progress | None = None) -> E
     draft_host = None if speculation is None else EngineDraftHost(model, state, declared)
     speculator = None
     if speculation is not None and draft_host is not None:
-        speculator = speculation.create(declared, draft_host, device)
-        speculator.bind_resources(effective)
+        with _start_up_hook(speculation, "create"):
+            speculator = speculation.create(declared, draft_host, device)
+        with _start_up_hook(speculator, "bind_resources"):
+            speculator.bind_resources(effective)
     cache, pool = _allocate(config, model, draft_host, max_model_len, registry, device)
     registry.bind(effective)
     runner = _build_runner(config, model, state, cache, registry, speculator, effective, draft_host)
@@ -108,6 +120,17 @@ def build_engine(config: EngineConfig, on_progress: Progress | None = None) -> E
     core = EngineCore(Scheduler(limits, pool, speculation), runner, speculation, async_scheduling=late)
     kind = None if speculation is None else effective.kind
     return Engine(core=core, model=model, max_model_len=max_model_len, plan_kind=kind, capabilities=capabilities)
+
+
+@contextmanager
+def _start_up_hook(owner: object, hook: str) -> Iterator[None]:
+    """Name the speculator and its hook when it fails; errors that already say what to change pass as they are."""
+    try:
+        yield
+    except SpecRoundError:
+        raise
+    except Exception as error:
+        raise SpeculatorError(type(owner).__name__, hook, (), f"{type(error).__name__}: {error}") from error
 
 
 def _resolve_device(name: str) -> torch.device:

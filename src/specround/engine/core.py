@@ -85,7 +85,6 @@ class EngineCore:
     def _take_in(self, handle: StepHandle) -> list[RequestUpdate]:
         result = handle.wait()
         now = time.perf_counter()
-        updates = self.scheduler.update(handle.step, result)
         if self._config is not None:
             stats = RoundStats(
                 step=handle.step.step,
@@ -99,7 +98,7 @@ class EngineCore:
                 cause = f"{type(error).__name__}: {error}"
                 raise SpeculatorError(type(self._config).__name__, "round_finished", (), cause) from error
         self._last_result = now
-        return updates
+        return self.scheduler.update(handle.step, result)
 
     def _stop(self, failure: BaseException) -> tuple[str, ...]:
         self._failure = failure

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from specround.contract import RequestError
@@ -57,6 +58,8 @@ class LLM:
         )
         self._seeds = random.Random(self.config.seed)
         self._next_id = 0
+        self._inboxes: dict[str, deque[RequestUpdate]] = {}
+        """Where each unfinished request's updates go: runs that overlap take turns in stepping the one core."""
 
     @property
     def tokenizer(self) -> Tokenizer | None:
@@ -125,7 +128,7 @@ class LLM:
 
     def abort(self, request_ids: Sequence[str]) -> None:
         """Finish requests of a running `stream` or `generate`; unknown ids are ignored."""
-        self._aborted += self._core.abort(request_ids)
+        self._deliver(self._core.abort(request_ids))
 
     def shutdown(self) -> None:
         """Drop all requests and refuse new ones."""
@@ -137,31 +140,47 @@ class LLM:
         params = as_params(sampling_params, len(prompts))
         names = self._names(request_ids, len(prompts))
         live: dict[str, _LiveRequest] = {}
-        self._aborted: list[RequestUpdate] = []
+        refused: list[tuple[int, RequestOutput, int]] = []
+        inbox: deque[RequestUpdate] = deque()
         try:
             for place, (prompt, param, name) in enumerate(zip(prompts, params, names, strict=True)):
                 try:
                     live[name] = self._add(place, prompt, param, name)
+                    self._inboxes[name] = inbox
                 except RequestError as error:
                     if len(prompts) == 1:
                         raise
-                    yield place, _refused(name, prompt, error), 0
+                    refused.append((place, _refused(name, prompt, error), 0))
+            yield from refused
             while live:
-                for update in [*self._core.step(), *self._aborted]:
+                if not inbox:
+                    self._deliver(self._core.step())
+                while inbox:
+                    update = inbox.popleft()
                     request = live.get(update.request_id)
                     if request is None:
                         continue
                     new_tokens = request.take(update)
                     if request.output.finished:
                         del live[update.request_id]
-                        if update.finish_reason is None:
-                            self._core.abort([update.request_id])
+                        self._release([update.request_id], inbox)
                     yield request.place, request.output, new_tokens
-                self._aborted.clear()
-            while self._core.has_work:
+            while self._core.has_work and not self._inboxes:
                 self._core.step()
         finally:
-            self._core.abort(live)
+            self._release(live, inbox)
+
+    def _deliver(self, updates: list[RequestUpdate]) -> None:
+        for update in updates:
+            if update.request_id in self._inboxes:
+                self._inboxes[update.request_id].append(update)
+
+    def _release(self, names: Iterable[str], inbox: deque[RequestUpdate]) -> None:
+        """End requests of a run, unless their id went to another run meanwhile."""
+        own = [name for name in names if self._inboxes.get(name) is inbox]
+        self._core.abort(own)
+        for name in own:
+            del self._inboxes[name]
 
     def _add(self, place: int, prompt: Prompt, params: SamplingParams, name: str) -> _LiveRequest:
         text, ids = self._inputs.tokenise(prompt)
@@ -228,7 +247,7 @@ class _LiveRequest:
             metrics.accepted += min(kept, update.accepted)
             metrics.committed += kept
         if update.trace is not None:
-            self.output.rounds.append(update.trace)
+            self.output.rounds.append(update.trace.cut(kept))
 
 
 def _refused(name: str, prompt: Prompt, error: RequestError) -> RequestOutput:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from specround.round import StepShape
 
@@ -45,6 +45,10 @@ class RoundTrace:
     parents: tuple[int, ...]
     path: tuple[int, ...]
     committed: tuple[int, ...]
+
+    def cut(self, kept: int) -> RoundTrace:
+        """The round without the tokens after a stop."""
+        return replace(self, path=self.path[:kept], committed=self.committed[:kept])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,6 +114,7 @@ class ScheduledStep:
         req_idx: Slot of each request.
         shape: Rows of each request.
         sampled: Whether each request is sampled rather than greedy.
+        budget: Candidates that bounded this step's rows: the budget chosen with the step before.
         next_budget: Candidates the next round may verify.
         next_max_drafts: Drafts the next round can verify for each request, at most.
         started: Requests that take a slot now.
@@ -122,6 +127,7 @@ class ScheduledStep:
     req_idx: tuple[int, ...]
     shape: StepShape
     sampled: tuple[bool, ...]
+    budget: int
     next_budget: int
     next_max_drafts: tuple[int, ...]
     started: tuple[StartedRequest, ...] = ()

@@ -81,6 +81,7 @@ class Runner:
         self.model, self.state, self.cache, self.round = model, state, cache, spec_round
         self._draft_host, self._host_drafting, self._wants_hidden = draft_host, host_drafting, wants_hidden
         self._graphs, self._record_rounds = graphs, record_rounds
+        self._is_one_segment = not host_drafting and "observe_step" not in spec_round.hooks
         device = state.block_tables.device
         self._uploader = Uploader(device)
         self._arrays = torch.zeros(0, dtype=torch.int64, device=device)
@@ -101,22 +102,32 @@ class Runner:
         self.state.append_blocks(step.blocks, self._uploader)
         if not step.request_ids:
             return None
-        shape = step.shape if self._graphs is None else self._graphs.padded(step.shape)
+        padded = None if self._graphs is None else self._graphs.padded(step.shape)
+        shape = padded or step.shape
         self.upload_step(step, shape)
         if self._draft_host is not None:
             self._draft_host.max_kv_len = max(shape.kv_bounds) + self.state.draft_token_ids.shape[1] + 1
-        if self._graphs is not None and self._graphs.covers(shape):
-            outcome = self._graphs.run(self, shape, step)
+        budgets, graph_shape = (step.budget, step.next_budget), None
+        if self._graphs is not None and padded is not None:
+            outcome = self._graphs.run(self, shape, budgets, lambda: self.upload_step(step, shape))
+            graph_shape = (shape.num_requests, shape.total_rows)
         else:
-            outcome = self.run_round(self.batch(shape, step.next_budget), step.next_budget)
+            outcome = self.run_round(shape, budgets)
         download = Download(self._host_tensors(outcome, len(step.request_ids)))
         handle = StepHandle(step, download, with_trace=self._record_rounds)
-        if self._host_drafting:
-            self.propose(outcome, step.next_budget, _host_step(step, handle.wait()))
+        if not self._is_one_segment:
+            self._observe(outcome, step.shape, graph_shape)
+            self._propose(outcome, step.next_budget, _host_step(step, handle.wait()) if self._host_drafting else None)
         return handle
 
-    def run_round(self, batch: RoundBatch, budget: int) -> RoundOutcome:
-        """The round on the device, through propose unless the speculator drafts on the host. Can be captured."""
+    def run_round(self, shape: StepShape, budgets: tuple[int, int]) -> RoundOutcome:
+        """The round on the device, which can be captured: through propose, or through commit if the host is needed.
+
+        Args:
+            shape: Of the uploaded step.
+            budgets: Candidates that bounded this step, and that the next round may verify.
+        """
+        batch = self._batch(shape, budgets[0])
         plan = self.round.plan(batch)
         layout = self.round.lay_out(plan, batch)
         hidden = self.model.forward(layout.input_ids, layout.positions, layout.slots, layout.rows)
@@ -125,13 +136,12 @@ class Runner:
         kept_hidden = hidden if self._wants_hidden else None
         rows = self.round.commit(layout, result, batch, self.cache.tensors, kept_hidden)
         self.state.apply(batch.req_idx, _prefix_rows(batch), batch.root_position, result)
-        self._observe(plan.num_candidates, result, batch)
         outcome = RoundOutcome(batch=batch, layout=layout, result=result, rows=rows)
-        if not self._host_drafting:
-            self.propose(outcome, budget, None)
+        if self._is_one_segment:
+            self._propose(outcome, budgets[1], None)
         return outcome
 
-    def propose(self, outcome: RoundOutcome, budget: int, host: HostStep | None) -> None:
+    def _propose(self, outcome: RoundOutcome, budget: int, host: HostStep | None) -> None:
         """Let the speculator draft for the next round from what this one left."""
         batch = outcome.batch
         computed = self.state.num_computed_tokens[batch.req_idx]
@@ -161,7 +171,7 @@ class Runner:
             )
         )
 
-    def batch(self, shape: StepShape, budget: int) -> RoundBatch:
+    def _batch(self, shape: StepShape, budget: int) -> RoundBatch:
         """The uploaded step as the round sees it: views of buffers that keep their addresses."""
         count = shape.num_requests
         sizes = [count, count, count, count + 1, count, count + 1, shape.num_sampled_rows]
@@ -230,15 +240,15 @@ class Runner:
             self._arrays = torch.zeros(2 * len(values), dtype=torch.int64, device=self._arrays.device)
         self._arrays[: len(values)].copy_(self._uploader.upload(values))
 
-    def _observe(self, num_candidates: Tensor, result: AcceptResult, batch: RoundBatch) -> None:
-        if "observe_step" in self.round.hooks:
+    def _observe(self, outcome: RoundOutcome, shape: StepShape, graph_shape: tuple[int, int] | None) -> None:
+        if "observe_step" in self.round.hooks and shape.num_logits_rows:
             self.round.observe(
                 StepObservation(
-                    num_requests=batch.shape.num_requests,
-                    num_rows=batch.shape.total_rows,
-                    graph_shape=None,
-                    num_candidates=num_candidates,
-                    num_committed=result.num_committed,
+                    num_requests=shape.num_requests,
+                    num_rows=shape.total_rows,
+                    graph_shape=graph_shape,
+                    num_candidates=outcome.layout.plan.num_candidates[: shape.num_requests],
+                    num_committed=outcome.result.num_committed[: shape.num_requests],
                 )
             )
 

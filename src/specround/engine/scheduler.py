@@ -77,6 +77,7 @@ class Scheduler:
         self._left: list[LeftRequest] = []
         self._in_flight: dict[int, list[Request]] = {}
         self._step = 0
+        self._budget = 1
         self._asks_admission = config is not None and overrides(config, SpeculatorConfig, "admit_limit")
 
     @property
@@ -132,6 +133,7 @@ class Scheduler:
                 self._finish(request)
             elif request.status is Status.RUNNING:
                 self._return_surplus(request)
+            trace = result.traces[i] if result.traces else None
             updates.append(
                 RequestUpdate(
                     request_id=request.request_id,
@@ -140,7 +142,7 @@ class Scheduler:
                     stop_reason=stop,
                     drafted=result.num_candidates[i] - 1,
                     accepted=min(len(kept), len(result.committed[i]) - 1),
-                    trace=result.traces[i] if result.traces else None,
+                    trace=None if trace is None else trace.cut(len(kept)),
                 )
             )
         return updates
@@ -230,7 +232,12 @@ class Scheduler:
         return self.limits.max_num_seqs if limit is None else limit
 
     def _finish_pass(self, current: _Pass) -> ScheduledStep:
-        budget = self._ask_budget()
+        bound = self._budget
+        if current.requests:
+            self._budget = self._ask_budget()
+        budget = self._budget
+        for request in self.running:
+            request.num_draft_rows = min(request.num_draft_rows, budget - 1)  # also where the step had no room for it
         for request, plan_rows in zip(current.requests, current.num_plan_rows, strict=True):
             if plan_rows:
                 request.num_draft_rows = budget - 1
@@ -249,6 +256,7 @@ class Scheduler:
                 ),
             ),
             sampled=tuple(request.new.temperature > 0 for request in requests),
+            budget=bound,
             next_budget=budget,
             next_max_drafts=tuple(min(budget - 1, max(0, r.limit - r.min_tokens - 1)) for r in requests),
             started=tuple(current.started),
@@ -256,7 +264,8 @@ class Scheduler:
             blocks=tuple(current.blocks),
         )
         self._left = []
-        self._in_flight[self._step] = requests
+        if requests:
+            self._in_flight[self._step] = requests
         self._step += 1
         return step
 

@@ -51,7 +51,7 @@ class ReferenceAttention:
     """Tree attention over paged KV in plain torch; verifies masks."""
 
     def supports(self, layer: LayerDescriptor) -> SpecLimit:
-        """`"mask"`, or `"chain"` for a feature measured by slots."""
+        """`"mask"`, or `"chain"` for a feature measured by slots or unknown here."""
         return _by_features(layer)
 
     def bind(self, resources: SpecResources) -> None:
@@ -79,7 +79,7 @@ class ReferencePagedCommit:
     """KV commit of paged slots in plain torch."""
 
     def supports(self, layer: LayerDescriptor) -> SpecLimit:
-        """`"mask"`, or `"chain"` for KV it cannot move whole."""
+        """`"mask"`, or `"chain"` for KV it cannot move whole and for unknown features."""
         return _by_features(layer)
 
     def bind(self, resources: SpecResources) -> None:
@@ -102,5 +102,6 @@ def reference_kernels() -> Mapping[str, SpecKernel]:
 
 
 def _by_features(layer: LayerDescriptor) -> SpecLimit:
-    reasons = [_CHAIN_FEATURES[name] for name in sorted(layer.features & _CHAIN_FEATURES.keys())]
+    unknown = "feature {!r} is unknown to the built-in kernels"
+    reasons = [_CHAIN_FEATURES.get(name) or unknown.format(name) for name in sorted(layer.features)]
     return SpecLimit("chain", "; ".join(reasons)) if reasons else SpecLimit("mask")

@@ -24,6 +24,10 @@ def check_plan_shape(plan: VerifyPlan, batch: RoundBatch, resources: SpecResourc
         raise PlanError(f"the plan has {plan.num_requests} requests: this step has {batch.shape.num_requests}")
     if plan.num_columns > max(resources.max_candidates, batch.shape.num_columns):
         raise PlanError(f"the plan has {plan.num_columns} columns: at most {resources.max_candidates} are effective")
+    for name in ("token_ids", "parents", "positions"):
+        tensor = getattr(plan, name)
+        if tensor is not None and any(n > 1 and s == 0 for n, s in zip(tensor.shape, tensor.stride(), strict=True)):
+            raise PlanError(f"{name} is a broadcast view: must own its memory, because the engine writes column 0")
 
 
 def check_plan_values(plan: VerifyPlan, batch: RoundBatch, resources: SpecResources, vocab_size: int) -> None:

@@ -1,0 +1,87 @@
+"""`main`: parse, run one sub-command, and turn what went wrong into one line and an exit code."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+
+from specround.cli import demo, fetch, generate, models
+from specround.cli.parser import Parser, UsageError
+from specround.contract.errors import ConfigError, SpecRoundError
+from specround.version import __version__
+
+OK, FAILURE, USAGE, INTERRUPTED = 0, 1, 2, 130
+
+_DESCRIPTION = """\
+Speculative decoding in which a speculator owns the whole round: which tokens to verify, which to keep, how many.
+
+examples:
+  specround fetch smollm2
+  specround generate --prompt "The capital of France is" --max-tokens 16
+  specround generate --prompt "1 2 3 1 2 3 1 2" --show-rounds \\
+      --speculative-config '{"method": "suffix_tree", "num_speculative_tokens": 12}'
+  specround models
+"""
+_EPILOG = """\
+exit codes: 0 done; 2 the command line or a setting is wrong; 1 anything else failed; 130 interrupted.
+`specround COMMAND --help` explains a command.
+"""
+
+
+def build_parser() -> Parser:
+    """The parser of every sub-command; importing it loads neither torch nor transformers."""
+    parser = Parser(prog="specround", description=_DESCRIPTION, epilog=_EPILOG)
+    parser.add_argument("--version", action="version", version=f"specround {__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for command in (generate, models, fetch, demo):
+        sub = command.add_parser(commands)
+        sub.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line.
+
+    Args:
+        argv: Arguments without the program's name; None = those of the process.
+
+    Returns:
+        The exit code: 0 ok, 2 usage, 1 failure, 130 interrupted.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        parsed = build_parser().parse_args(arguments)
+        run: Callable[[object], int] = parsed.run
+        code = run(parsed)
+        sys.stdout.flush()
+        return code
+    except SystemExit as finished:  # --help and --version
+        return finished.code if isinstance(finished.code, int) else OK
+    except BrokenPipeError:
+        _silence_stdout()
+        return FAILURE
+    except KeyboardInterrupt:
+        return _fail("interrupted", INTERRUPTED, "--debug" in arguments)
+    except (UsageError, ConfigError) as error:
+        return _fail(str(error), USAGE, "--debug" in arguments)
+    except SpecRoundError as error:
+        return _fail(str(error), FAILURE, "--debug" in arguments)
+    except Exception as error:  # a bug, or something the system refused: still one line
+        return _fail(f"{type(error).__name__}: {error}", FAILURE, "--debug" in arguments)
+
+
+def _fail(message: str, code: int, debug: bool) -> int:
+    if debug:
+        traceback.print_exc()
+    sys.stderr.write(f"specround: error: {' '.join(message.split())}\n")
+    return code
+
+
+def _silence_stdout() -> None:
+    """Whoever read the output is gone; keep the interpreter from complaining when it flushes."""
+    try:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except (OSError, ValueError):  # the stream has no descriptor
+        return
