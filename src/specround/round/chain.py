@@ -14,4 +14,6 @@ def chain_plan(view: PlanView) -> VerifyPlan:
     token_ids = torch.full((view.req_idx.shape[0], view.num_columns), -1, dtype=torch.int64, device=drafts.device)
     token_ids[:, 0] = view.root_token_ids
     token_ids[:, 1 : drafts.shape[1] + 1] = drafts
-    return VerifyPlan(token_ids=token_ids, num_candidates=torch.minimum(leading + 1, view.max_rows))
+    num_candidates = torch.minimum(leading + 1, view.max_rows)
+    unused = torch.arange(view.num_columns, device=drafts.device) >= num_candidates[:, None]
+    return VerifyPlan(token_ids=token_ids.masked_fill_(unused, -1), num_candidates=num_candidates)

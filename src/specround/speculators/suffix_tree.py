@@ -23,6 +23,7 @@ from specround.contract import (
     register_speculator,
 )
 from specround.speculators.suffix_index import Occurrence, Position, RequestCache, SuffixIndex
+from specround.speculators.tree_drafts import TreeDrafts
 
 if TYPE_CHECKING:
     from specround.contract import DraftHost, PlanView, ProposeView
@@ -223,14 +224,7 @@ class SuffixTreeSpeculator(BaseSpeculator):
             self._cache = RequestCache(
                 config.suffix_decoding_max_cached_requests, config.suffix_decoding_max_tree_depth, config.max_branching
             )
-        slots, columns = max_num_seqs + 1, resources.max_candidates
-        self._columns = torch.arange(columns, device=device)  # [C]
-        # [slots, 2, C] int64: the number of drafts, then the drafts; -1, then the drafts' parents. -1 = unused.
-        self._drafts = torch.from_numpy(_pack([DraftTree()] * slots, columns)).to(device)
-        self._empty = self._drafts[-1].clone()
-        self._token_ids = torch.full((slots * columns,), -1, dtype=torch.int64, device=device)
-        self._parents = torch.full((slots * columns,), -1, dtype=torch.int32, device=device)
-        self._num_candidates = torch.zeros(slots, dtype=torch.int32, device=device)
+        self._drafts = TreeDrafts(max_num_seqs + 1, resources.max_candidates, device)
 
     @property
     def cached_requests(self) -> tuple[str, ...]:
@@ -263,7 +257,7 @@ class SuffixTreeSpeculator(BaseSpeculator):
         index.add(request_id, token_ids)
         self._indexes[request_id] = index
         self._trees.pop(request_id, None)
-        self._drafts[req_idx].copy_(self._empty)
+        self._drafts.clear(req_idx)
 
     def request_finished(self, request_id: str, req_idx: int, token_ids: Sequence[int]) -> None:
         """Forget the request's drafts; its tokens go to the cache, where a preempted request is until it resumes."""
@@ -274,22 +268,7 @@ class SuffixTreeSpeculator(BaseSpeculator):
 
     def plan(self, view: PlanView) -> VerifyPlan:
         """The drafts of each request's slot, cut to the step's columns: a prefix of the columns is a tree too."""
-        num_requests, num_columns = view.req_idx.shape[0], view.num_columns
-        rows = self._drafts.index_select(0, view.req_idx)  # [R, 2, C of the buffers]
-        num_candidates = self._num_candidates[:num_requests]
-        num_candidates.copy_((rows[:, 0, 0] + 1).clamp(max=num_columns).minimum(view.max_rows))
-        unused = self._columns[:num_columns] >= num_candidates[:, None]  # [R, C]
-
-        token_ids = self._token_ids[: num_requests * num_columns].view(num_requests, num_columns)
-        token_ids[:, 0].copy_(view.root_token_ids)
-        token_ids[:, 1:].copy_(rows[:, 0, 1:num_columns])
-        token_ids.masked_fill_(unused, -1)
-        if self._limits.max_branching == 1:
-            return VerifyPlan(token_ids, num_candidates)
-
-        parents = self._parents[: num_requests * num_columns].view(num_requests, num_columns)
-        parents.copy_(rows[:, 1, :num_columns]).masked_fill_(unused, -1)
-        return VerifyPlan(token_ids, num_candidates, parents)
+        return self._drafts.plan(view, as_chain=self._limits.max_branching == 1)
 
     def propose(self, view: ProposeView) -> None:
         """Follow the committed tokens and draft for every request of the step."""
@@ -310,10 +289,10 @@ class SuffixTreeSpeculator(BaseSpeculator):
                 tree = self._draft(self._indexes[request_id], min(max_drafts, allowed))
             self._trees[request_id] = tree
             trees.append(tree)
-        device = self._drafts.device
+        device, columns = self._drafts.token_ids.device, self._drafts.token_ids.shape[1]
         slots = torch.tensor(step.req_idx, dtype=torch.int64).to(device, non_blocking=True)
-        packed = torch.from_numpy(_pack(trees, self._drafts.shape[2]))
-        self._drafts.index_copy_(0, slots, packed.to(device, non_blocking=True))
+        packed = torch.from_numpy(_pack(trees, columns)).to(device, non_blocking=True)
+        self._drafts.write(slots, packed[:, 0], packed[:, 1].to(torch.int32))
 
     def _draft(self, index: SuffixIndex, max_drafts: int) -> DraftTree:
         """The best tree of the request's own text, unless the cache has one that expects more."""
@@ -330,11 +309,9 @@ class SuffixTreeSpeculator(BaseSpeculator):
 
 
 def _pack(trees: Sequence[DraftTree], columns: int) -> np.ndarray[tuple[int, int, int], np.dtype[np.int64]]:
-    """The trees as the rows of the device's draft buffer, `[len(trees), 2, columns]` int64."""
+    """Tokens and parents of the trees, `[len(trees), 2, columns]` int64, -1 = unused."""
     packed = np.full((len(trees), 2, columns), -1, dtype=np.int64)
     for row, tree in zip(packed, trees, strict=True):
         used = len(tree.tokens) + 1
-        row[0, 0] = used - 1
-        row[0, 1:used] = tree.tokens
-        row[1, 1:used] = tree.parents
+        row[0, 1:used], row[1, 1:used] = tree.tokens, tree.parents
     return packed

@@ -21,10 +21,13 @@ class TreeDrafts:
     """
 
     def __init__(self, num_slots: int, max_candidates: int, device: torch.device) -> None:
-        self.token_ids = torch.full((num_slots, max_candidates), -1, dtype=torch.int64, device=device)
-        """`[num_slots, C]`, -1 = no draft."""
-        self.parents = torch.full((num_slots, max_candidates), -1, dtype=torch.int32, device=device)
-        """`[num_slots, C]`, parent column."""
+        def buffer(dtype: torch.dtype) -> Tensor:
+            return torch.full((num_slots, max_candidates), -1, dtype=dtype, device=device)
+
+        self.token_ids, self.parents = buffer(torch.int64), buffer(torch.int32)
+        """`[num_slots, C]`, -1 = no draft; and the parent column of each."""
+        self._plan_token_ids, self._plan_parents = buffer(torch.int64).view(-1), buffer(torch.int32).view(-1)
+        self._plan_num_candidates = torch.zeros(num_slots, dtype=torch.int32, device=device)
 
     def clear(self, req_idx: int) -> None:
         """Forget a slot's drafts: its next plan is the root alone."""
@@ -48,13 +51,18 @@ class TreeDrafts:
             view: The step.
             as_chain: The drafts are chains and the plan must say so.
         """
-        token_ids = self.token_ids.index_select(0, view.req_idx)[:, : view.num_columns]
-        drafted = (token_ids[:, 1:] >= 0).to(torch.int32).cumprod(1).sum(1).to(torch.int32)
-        parents = None
-        if not as_chain:
-            parents = self.parents.index_select(0, view.req_idx)[:, : view.num_columns]
-        return VerifyPlan(
-            token_ids=token_ids,
-            num_candidates=torch.minimum(drafted + 1, view.max_rows),
-            parents=parents,
-        )
+        count, columns = view.req_idx.shape[0], view.num_columns
+        drafts = self.token_ids.index_select(0, view.req_idx)[:, :columns]
+        token_ids = self._plan_token_ids[: count * columns].view(count, columns)
+        token_ids.copy_(drafts)
+        token_ids[:, 0].copy_(view.root_token_ids)
+        num_candidates = self._plan_num_candidates[:count]
+        drafted = (drafts[:, 1:] >= 0).to(torch.int32).cumprod(1).sum(1)
+        num_candidates.copy_((drafted + 1).minimum(view.max_rows))
+        unused = torch.arange(columns, device=drafts.device) >= num_candidates[:, None]
+        token_ids.masked_fill_(unused, -1)
+        if as_chain:
+            return VerifyPlan(token_ids, num_candidates)
+        parents = self._plan_parents[: count * columns].view(count, columns)
+        parents.copy_(self.parents.index_select(0, view.req_idx)[:, :columns]).masked_fill_(unused, -1)
+        return VerifyPlan(token_ids, num_candidates, parents)
