@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -122,11 +123,12 @@ def test_slices_are_views_of_every_field(rows: int, columns: int, fields: set[st
 
 
 def test_slices_side_by_side_give_the_plan_again() -> None:
-    """Control: concatenated slices are the plan, and a slice that drops positions or mask would not be."""
+    """Concatenated slices are the plan; a slice that drops positions or mask is of another kind (control)."""
     plan = plan_of(5, 4, *FIELDS)
     parts = [slice_plan(plan, 0, 2), slice_plan(plan, 2, 2), slice_plan(plan, 2, 5)]
     for name in ("token_ids", "num_candidates", *FIELDS):
         assert torch.equal(torch.cat([getattr(part, name) for part in parts]), getattr(plan, name))
+    assert replace(parts[0], positions=None, mask=None).kind != plan.kind
 
 
 @pytest.mark.parametrize(("start", "stop"), [(-1, 2), (2, 1), (0, 4), (4, 4), (-2, -1)])

@@ -87,7 +87,7 @@ def test_draft_layers_have_unique_names() -> None:
     """`DraftHost.attend` finds a layer by name, so two of a name are refused."""
     layers = tuple(DraftLayer(name=name, num_kv_heads=1, head_dim=4) for name in ("a", "b", "a"))
     assert SpecResources(max_candidates=2, draft_layers=layers[:2]).draft_layers == layers[:2]
-    with pytest.raises(ConfigError, match="draft_layers=.*: must be layers with unique names"):
+    with pytest.raises(ConfigError, match=r"draft_layers=.*: must be layers with unique names"):
         SpecResources(max_candidates=2, draft_layers=layers)
 
 
@@ -120,7 +120,8 @@ def test_kind_and_depth_limit_follow_the_fields(declared: SpecResources) -> None
 def test_lowering_never_exceeds_the_kind_and_keeps_the_length(declared: SpecResources, kind: str) -> None:
     """Lowering to a kind at or above the own one changes nothing; below, only what the kind forbids goes.
 
-    A tree becomes a chain of the same length: as many candidates, as deep as they reach. Lowering twice is lowering once.
+    A tree becomes a chain of the same length: as many candidates, as deep as they reach. Lowering twice is lowering
+    once.
     """
     lowered = declared.lowered(kind)
     assert PLAN_KINDS.index(lowered.kind) <= PLAN_KINDS.index(kind)

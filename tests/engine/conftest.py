@@ -16,6 +16,7 @@ for folder in (ROOT / "tests", ROOT / "examples"):
 import adversarial  # noqa: E402, F401  (registers "adversarial")
 import tree_speculator  # noqa: E402, F401  (registers "recall")
 from plain_reference import PlainReference  # noqa: E402
+from speculator_fleet import Models  # noqa: E402
 
 from tiny_models import tiny_llama  # noqa: E402
 
@@ -51,6 +52,11 @@ def foreign(tmp_path_factory: pytest.TempPathFactory) -> str:
 def short_context(tmp_path_factory: pytest.TempPathFactory) -> str:
     """The target's own weights with a context of 20 tokens."""
     return str(tiny_llama(tmp_path_factory.mktemp("short"), seed=1, vocab_size=24, max_position=20))
+
+
+@pytest.fixture(scope="session")
+def models(target: PlainReference, foreign: str, short_context: str) -> Models:
+    return Models(target, foreign, short_context)
 
 
 @pytest.fixture(scope="session")

@@ -63,7 +63,7 @@ class Models:
 
 
 def workload(drafts: int) -> list[Ask]:
-    """Prompts of 1 to 2K + 2 tokens and prompts at the context limit, each greedy and sampled, of mixed lengths.
+    """Prompts of 1 to 2K + 2 tokens and prompts at the context limit, greedy and sampled, with outputs of mixed lengths.
 
     Prompts are distinct, so that the adversarial speculator can tell requests apart by them.
     """
@@ -72,8 +72,8 @@ def workload(drafts: int) -> list[Ask]:
     edge = {1, 2, 3, drafts, drafts + 1, drafts + 2}
     lengths += [MAX_MODEL_LEN - left for left in sorted(edge)]
     asks: dict[tuple[int, ...], Ask] = {}
-    for length in lengths:
-        for temperature in (0.0, 0.8):
+    for place, length in enumerate(lengths):
+        for temperature in (0.0, 0.8) if drafts < 15 else ((0.0, 0.8)[place % 2],):
             prompt = _prompt(rng, length)
             while prompt in asks:
                 prompt = _prompt(rng, length)

@@ -59,7 +59,7 @@ SETTINGS = st.builds(
 
 
 @given(st.lists(requests(), min_size=1, max_size=4), SETTINGS, st.integers(0, 2**32))
-@property_settings(150)
+@property_settings(100)
 def test_equals_the_loop_oracle(batch: list[Request], setting: Setting, seed: int) -> None:
     """Any mix of prefill, chains, trees and masks, any layer feature, any block size: equal to listed keys in float64.
 
@@ -187,6 +187,15 @@ def test_poison_is_seen() -> None:
     rows = lay_out_rows(case.num_rows, 64, case.context)
     assert error(attend(case, rows), case) <= TOLERANCE
     assert error(attend(case, replace(rows, groups=rows.groups[1:])), case) == float("inf")
+
+
+def test_nothing_past_the_held_keys_is_seen() -> None:
+    """Context lengths and bits that point past `kv_len` see no zero key of the null block in its place."""
+    case = build([chunk(9, 1), tree(6, [-1]), chunk(17, 1)], Setting(block_size=16), 4)
+    beyond = replace(case.context, context_len=case.context.context_len + torch.tensor([5, 0, 30]))
+    beyond = replace(beyond, bits=case.context.bits | torch.tensor([0, 2**20 + 2, 0]))
+    rows = lay_out_rows(case.num_rows, 64, replace(beyond, key_offsets=None))
+    assert error(attend(case, rows), case) <= TOLERANCE
 
 
 def test_layers_of_one_forward_share_rows_with_different_windows() -> None:

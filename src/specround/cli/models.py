@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import inspect
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -36,13 +37,13 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
 def run(arguments: argparse.Namespace) -> int:
     """Print the lists."""
     from specround.cli.search_path import add_working_directory
-    from specround.contract import known_methods
+    from specround.contract import SpeculatorConfig, known_methods
 
     if arguments.methods:
         add_working_directory()
         lines = [line for method in arguments.methods for line in _speculator(method)]
     else:
-        lines = [*_models(), "", "speculators"]
+        lines = [*_models(), "", "fields of every speculator", *_fields(SpeculatorConfig), "", "speculators"]
         lines += [f"  {line}" for method in known_methods() for line in _known_speculator(method)]
     sys.stdout.write("\n".join(lines) + "\n")
     return 0
@@ -82,27 +83,31 @@ def _known_speculator(method: str) -> list[str]:
 
 
 def _speculator(method: str) -> Iterator[str]:
-    from specround.contract import find_speculator
+    from specround.contract import SpeculatorConfig, find_speculator
 
     config = find_speculator(method)
     summary = (config.__doc__ or "").strip().split("\n")[0]
     own_text = "" if summary.startswith(f"{config.__name__}(") else summary  # dataclass writes its signature there
     yield f"{method}  {own_text}".rstrip()
+    yield from _fields(config, leaving_out={field.name for field in dataclasses.fields(SpeculatorConfig)})
+
+
+def _fields(config: type[SpeculatorConfig], leaving_out: Collection[str] = ()) -> Iterator[str]:
     described = field_descriptions(config)
     for field in dataclasses.fields(config):
-        if field.init:
+        if field.init and field.name not in leaving_out:
             yield f"  {field.name} ({_default(field)})  {described.get(field.name, '')}".rstrip()
 
 
 def field_descriptions(config: type[SpeculatorConfig]) -> dict[str, str]:
-    """First sentence of each field's description, from the docstrings of the class and its bases."""
+    """Each field's description, from the docstrings of the class and its bases."""
     found: dict[str, str] = {}
     for cls in reversed(config.__mro__):
-        section = re.search(r"^ *Attributes:\n(.*?)(?:\n\s*\n|\Z)", cls.__doc__ or "", re.DOTALL | re.MULTILINE)
-        if section is None:
-            continue
-        for name, text in re.findall(r"^ +(\w+): (.*(?:\n {12,}.*)*)", section[1], re.MULTILINE):
-            found[name] = " ".join(text.split())
+        section = re.search(
+            r"^Attributes:\n(.*?)(?:\n\n|\Z)", inspect.cleandoc(cls.__doc__ or ""), re.DOTALL | re.MULTILINE
+        )
+        entries = [] if section is None else re.findall(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", section[1], re.MULTILINE)
+        found |= {name: " ".join(text.split()) for name, text in entries}
     return found
 
 

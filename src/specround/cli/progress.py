@@ -54,7 +54,7 @@ def generation_bar(shown: bool, num_requests: int) -> Iterator[Callable[[int, in
         TextColumn("requests, {task.fields[tokens]} tokens"),
         TimeElapsedColumn(),
     )
-    with Progress(*columns, console=_console(), transient=True) as bar:
+    with Progress(*columns, console=_console()) as bar:
         task, total = bar.add_task("", total=num_requests, tokens=0), 0
 
         def advance(tokens: int, finished: int) -> None:

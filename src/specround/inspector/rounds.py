@@ -47,8 +47,8 @@ class DrawnRound:
                 raise PlanError(
                     f"column {column}: parent={parent}: must be {'-1' if column == 0 else 'an earlier one'}"
                 )
-        linked = all(self.parents[column] == before for before, column in zip(self.path, self.path[1:], strict=False))
-        if not self.path or self.path[0] != 0 or max(self.path) >= len(self.tokens) or not linked:
+        inside = all(0 <= column < len(self.tokens) for column in self.path)
+        if not inside or [self.parents[column] for column in self.path] != [-1, *self.path[:-1]]:
             raise PlanError(f"path={list(self.path)}: must start at column 0 and go from parent to child")
 
     @property

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from specround.contract import PLAN_KINDS, AcceptResult, PlanError, SpecResources, VerifyPlan
+from specround.kernels.tree import tree_tables
 from specround.round.batch import RoundBatch
 from specround.round.layout import PlanLayout
 
@@ -50,7 +51,7 @@ def check_plan_values(plan: VerifyPlan, batch: RoundBatch, resources: SpecResour
     if plan.parents is not None:
         _refuse(draft & (plan.parents < 0), plan.parents, "parents", ">= 0 in a used column")
         _refuse(draft & (plan.parents >= column), plan.parents, "parents", "smaller than the own column")
-        depth = _depth(plan.parents)
+        depth = tree_tables(plan.parents).depth
         _check_branching(plan.parents, draft, resources.max_branching)
     _refuse(draft & (depth > resources.depth_limit), depth, "depth", f"at most {resources.depth_limit}")
     if plan.positions is not None:
@@ -88,14 +89,6 @@ def check_result(result: AcceptResult, layout: PlanLayout, vocab_size: int) -> N
     differs = torch.zeros_like(kept)
     differs[:, :-1] = kept[:, 1:] & (tokens[:, :-1] != drafts[:, 1:])
     _refuse(differs, tokens, "token_ids", "the draft of the next column of the path")
-
-
-def _depth(parents: Tensor) -> Tensor:
-    depth = torch.zeros_like(parents)
-    for column in range(1, parents.shape[1]):
-        parent = parents[:, column : column + 1].to(torch.int64).clamp(0, column - 1)
-        depth[:, column] = depth.gather(1, parent)[:, 0] + 1
-    return depth
 
 
 def _check_branching(parents: Tensor, draft: Tensor, max_branching: int) -> None:

@@ -63,7 +63,12 @@ class SpecRound:
                     check_plan_shape(plan, batch, self.resources)
                     if self.check_values:
                         check_plan_values(plan, batch, self.resources, self._vocab_size)
-        return chain_plan(view) if plan is None else plan
+        if plan is None:
+            plan = chain_plan(view)
+            if self.check_values and "propose" in self.hooks:
+                with self._hook("propose"):
+                    check_plan_values(plan, batch, self.resources, self._vocab_size)
+        return plan
 
     def lay_out(self, plan: VerifyPlan, batch: RoundBatch) -> PlanLayout:
         """Ids, positions, slots and masks of every row; the host's forward verifies them."""

@@ -79,8 +79,9 @@ def accept_tree(plan: VerifyPlan, tables: TreeTables, committable: Tensor, drawn
     """
     columns = plan.num_columns
     index = torch.arange(columns, device=drawn.device)
-    parents = _parents(plan).clamp(0, columns - 1)
-    agrees = (plan.token_ids == drawn.gather(1, parents)) | (index == 0)
+    parents = _parents(plan)
+    matches = plan.token_ids == drawn.gather(1, parents.clamp(0, columns - 1))
+    agrees = (matches & (parents >= 0)) | (index == 0)
     agrees = agrees & committable & (index < plan.num_candidates[:, None])
     agreed = torch.where(agrees, column_bits(columns, drawn.device), 0).sum(1, keepdim=True)
     accepted = (tables.ancestors & ~agreed) == 0
