@@ -16,6 +16,11 @@ SUFFIX_TREE = json.dumps({"method": "suffix_tree", "num_speculative_tokens": 6})
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
 def lines_of(text: str) -> list[dict]:
     return [json.loads(line) for line in text.splitlines()]
 
@@ -173,11 +178,6 @@ def test_rounds_are_drawn_beside_json_lines(specround, model):
     assert "request 0, round 1: drafts 0, accepted 0, committed 1" in result.err
 
 
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
 @pytest.mark.parametrize(("no_color", "coloured"), [(None, True), ("1", False), ("", True)])
 def test_colour_only_on_terminals_without_no_color(model, monkeypatch, no_color, coloured):
     """A terminal gets escape codes, unless NO_COLOR is set to something."""
@@ -192,6 +192,31 @@ def test_colour_only_on_terminals_without_no_color(model, monkeypatch, no_color,
     assert main(["generate", "--model", model, "--prompt", "a", "--max-tokens", "2", "--show-rounds"]) == 0
     assert ("\x1b[" in terminal.getvalue()) == coloured
     assert "bonus" in terminal.getvalue()
+
+
+def test_a_reader_that_goes_away(model, monkeypatch, capsys):
+    """When nobody reads stdout any more, the run ends with code 1 and says nothing."""
+    from specround.cli import main
+
+    class Closed(io.StringIO):
+        def write(self, text: str) -> int:
+            raise BrokenPipeError
+
+    monkeypatch.setattr(sys, "stdout", Closed())
+    code = main(["generate", "--model", model, "--prompt", "a", "--prompt", "b", "--max-tokens", "2"])
+    assert (code, capsys.readouterr().err) == (1, "")
+
+
+def test_results_do_not_cut_through_the_bar(model, monkeypatch, capsys):
+    """With a bar on the terminal that shows the results, these come after the bar is done, and complete."""
+    from specround.cli import main
+
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stdout", terminal)
+    monkeypatch.setattr(sys, "stderr", terminal)
+    assert main(["generate", "--model", model, "--prompt", "a", "--prompt", "b", "--max-tokens", "2"]) == 0
+    text = terminal.getvalue()
+    assert text.rindex("2/2") < text.index("--- request 0 ---") < text.index("--- request 1 ---")
 
 
 def test_dotted_method_in_the_working_directory(specround, model, monkeypatch):

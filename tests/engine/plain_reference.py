@@ -96,7 +96,9 @@ class PlainReference:
         for place, (ours, theirs) in enumerate(zip(tokens, plain, strict=False)):
             if ours != theirs:
                 gap, largest = self._gap(ask, plain[:place])
-                shown = f"{ask}: token {place} is {ours} instead of {theirs}; gap {gap:.2e}, largest logit {largest:.2f}"
+                shown = (
+                    f"{ask}: token {place} is {ours} instead of {theirs}; gap {gap:.2e}, largest logit {largest:.2f}"
+                )
                 assert gap <= EXCUSED_GAP * largest, shown
                 tally.excused += 1
                 return

@@ -202,6 +202,9 @@ class SchedulerBook:
             request = alive[update.request_id]
             assert request in requests, "an update for a request that was not in the step"
             self._take(request, update)
+            if request.blocks and not request.is_prefilling:
+                needed = min(request.max_tokens + self.settings.drafts, request.limit)
+                assert len(request.blocks) == -(-needed // self.settings.block_size), "surplus blocks were kept"
 
     def _take(self, request: Request, update: RequestUpdate) -> None:
         number = self.numbers[request]

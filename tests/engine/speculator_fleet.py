@@ -77,7 +77,8 @@ def workload(drafts: int) -> list[Ask]:
             prompt = _prompt(rng, length)
             while prompt in asks:
                 prompt = _prompt(rng, length)
-            wanted = (1, 2, drafts, drafts + 1, 2 * drafts + 2, 12)[len(asks) % 6]
+            lengths_of_outputs = (1, 2, drafts, drafts + 1, 2 * drafts + 2, 12) if drafts < 15 else (1, 2, 5, 14)
+            wanted = lengths_of_outputs[len(asks) % len(lengths_of_outputs)]
             room = min(wanted, 14, MAX_MODEL_LEN - length)
             asks[prompt] = Ask(prompt, room, temperature, seed=len(asks) + (len(asks) % 3) * 2**62)
     return list(asks.values())

@@ -100,7 +100,11 @@ FAULTS = {
     "positions where trees are verified": (TREE, with_positions, "a mask plan: .* at most a tree"),
     "negative position": (MASK, lambda plan: with_positions(plan, -3), "request 1, column 2: positions=-3"),
     "one row shared by all requests": (TREE, one_row_for_all, "parents is a broadcast view"),
-    "wrong shape": (TREE, lambda plan: replace(plan, num_candidates=plan.num_candidates[:1]), "num_candidates has shape"),
+    "wrong shape": (
+        TREE,
+        lambda plan: replace(plan, num_candidates=plan.num_candidates[:1]),
+        "num_candidates has shape",
+    ),
     "mask of another shape": (MASK, lambda plan: replace(plan, mask=torch.ones(2, 6, 5)), "mask has shape"),
     "no plan at all": (TREE, lambda plan: "plan", "AttributeError"),
 }

@@ -57,9 +57,7 @@ def test_a_hook_that_raises(hook: str, call: int, late: bool, target: PlainRefer
     hooks = {hook: fail_at(call)}
     if hook == "absorb":
         hooks["candidate_budget"] = lambda *_: 1
-    llm = LLM(
-        target.path, scripted(3, **hooks), async_scheduling=late, max_num_seqs=2, max_model_len=32, block_size=4
-    )
+    llm = LLM(target.path, scripted(3, **hooks), async_scheduling=late, max_num_seqs=2, max_model_len=32, block_size=4)
     outputs = {}
     with pytest.raises(SpeculatorError, match=f"{hook} failed: Fault: out of luck") as caught:
         for output in llm.stream([a.as_prompt for a in ASKS], [a.params for a in ASKS], request_ids=IDS):
@@ -116,7 +114,9 @@ def test_a_hook_that_raises_at_start_up(hook: str, target: PlainReference) -> No
     assert (caught.value.speculator, caught.value.hook, caught.value.request_ids) == (owner, hook, ())
 
 
-@pytest.mark.parametrize("error", [ConfigError("width", 3, "less"), CapabilityError("no")], ids=lambda e: type(e).__name__)
+@pytest.mark.parametrize(
+    "error", [ConfigError("width", 3, "less"), CapabilityError("no")], ids=lambda e: type(e).__name__
+)
 def test_errors_that_say_what_to_change_pass(error: Exception, target: PlainReference) -> None:
     """What `create` raises on purpose reaches the user as it is."""
 

@@ -40,10 +40,19 @@ class Case:
     @property
     def label(self) -> str:
         late, pool = "late" if self.late else "in-time", "tight" if self.tight_pool else "roomy"
-        return f"{self.speculator}-K{self.drafts}-{late}-b{self.block_size}-{pool}-t{self.batched_tokens}-s{self.num_seqs}"
+        return (
+            f"{self.speculator}-K{self.drafts}-{late}-b{self.block_size}-{pool}-t{self.batched_tokens}-s{self.num_seqs}"
+        )
 
 
-DRAFTS, LATE, BLOCK_SIZES, TIGHT, BATCHED, SEQS = (1, 3, 7, 15), (False, True), (1, 4, 16), (False, True), (9, 256), (3, 8)
+DRAFTS, LATE, BLOCK_SIZES, TIGHT, BATCHED, SEQS = (
+    (1, 3, 7, 15),
+    (False, True),
+    (1, 4, 16),
+    (False, True),
+    (9, 256),
+    (3, 8),
+)
 EVERY = [Case(*values) for values in product(FLEET, DRAFTS, LATE, BLOCK_SIZES, TIGHT, BATCHED, SEQS)]
 
 

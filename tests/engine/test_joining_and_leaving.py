@@ -26,7 +26,7 @@ def visitors(seed: int, count: int) -> list[Ask]:
 def run_crowd(name: str, late: bool, seed: int, models: Models) -> Crowd:
     """A crowd on a pool that runs out, with chunked prefill, already checked."""
     drafts, block_size = (3, 5)[seed % 2], (1, 4, 16)[seed % 3]
-    asks = visitors(7, 30)
+    asks = visitors(7, 24)
     llm = LLM(
         models.target.path,
         models.config(name, drafts, asks),

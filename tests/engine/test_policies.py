@@ -78,9 +78,7 @@ def test_at_budget_one_nothing_is_drafted(late: bool, target: PlainReference) ->
 
 @LATE
 @pytest.mark.parametrize("name", FLEET)
-def test_random_budgets_change_no_token(
-    name: str, late: bool, models: Models, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_random_budgets_change_no_token(name: str, late: bool, models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every speculator under budgets that jump between 1 and K + 1: tokens are plain, drafters lose no state."""
     rng = random.Random(11)
     monkeypatch.setattr(SpeculatorConfig, "candidate_budget", lambda self, view: rng.choice((1, 2, 3, 5, 8)))

@@ -26,7 +26,7 @@ def run(book: SchedulerBook, seed: int, count: int, abort_share: float) -> None:
     """Random life until every request left."""
     rng = random.Random(seed)
     added = 0
-    for turn in range(3000):
+    for _ in range(3000):
         while added < count and rng.random() < 0.4:
             free = [name for name in map(str, range(6)) if name not in book.scheduler.request_ids]
             if not free:
@@ -40,7 +40,7 @@ def run(book: SchedulerBook, seed: int, count: int, abort_share: float) -> None:
             book.abort(rng.choice(sorted(alive)))
         if added == count and not busy and not book.scheduler.has_work:
             return
-    pytest.fail(f"requests starve: {book.scheduler.request_ids} after {turn + 1} steps")
+    pytest.fail(f"requests starve: {book.scheduler.request_ids} after 3000 steps")
 
 
 def check_end(book: SchedulerBook, count: int) -> None:
@@ -94,12 +94,12 @@ def test_preempted_requests_resume_first(late: bool) -> None:
         order.append(queue)
         assert queue == sorted(queue), "the queue keeps the order of arrival, preempted requests included"
     assert book.scheduler.num_preemptions > 0
-    assert [request.request_id for request in book.finished][0] == "a", "the oldest request is never preempted"
+    assert book.finished[0].request_id == "a", "the oldest request is never preempted"
     check_end(book, 4)
 
 
 def test_a_reused_slot_gets_no_old_results() -> None:
-    """A request aborted with a step in flight: its tokens reach neither the slot's next owner nor the id's next user."""
+    """Tokens of a request aborted with a step in flight reach neither the slot's next owner nor the id's next user."""
     book = SchedulerBook(Settings(3, 4, 40, 1, 200, late=True), 1)
     book.add("a", 3, 10, None)
     book.step()
@@ -121,7 +121,7 @@ def test_a_duplicate_id_is_refused_and_changes_nothing() -> None:
     book = SchedulerBook(Settings(3, 4, 40, 2, 200, late=False), 1)
     book.add("a", 3, 4, None)
     for _ in range(2):
-        with pytest.raises(RequestError, match="request_id='a'.*unique"):
+        with pytest.raises(RequestError, match=r"request_id='a'.*unique"):
             book.scheduler.add(book.scheduler._requests["a"].new)
         book.step()
     assert book.scheduler.request_ids == ("a",)

@@ -73,9 +73,7 @@ def test_every_substring_stops(llm: LLM, free: tuple[list[int], str], include: b
     pieces = [text[start : start + length] for start, length in product(range(0, len(text) - 4, 3), (1, 2, 4))]
     stops = [[piece] for piece in dict.fromkeys(pieces)]
     params = [
-        SamplingParams(
-            temperature=0, max_tokens=TOKENS, ignore_eos=True, stop=stop, include_stop_str_in_output=include
-        )
+        SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, stop=stop, include_stop_str_in_output=include)
         for stop in stops
     ]
     for stop, output in zip(stops, llm.generate([PROMPT] * len(stops), params), strict=True):
@@ -84,7 +82,7 @@ def test_every_substring_stops(llm: LLM, free: tuple[list[int], str], include: b
 
 
 def test_overlapping_and_prefix_stop_strings(llm: LLM, free: tuple[list[int], str]) -> None:
-    """Several stop strings, one a prefix of another, overlapping, or absent: the first one complete in the text wins."""
+    """Several stop strings, one a prefix of another, overlapping, or absent: the first complete one wins."""
     text = free[1]
     cases = []
     for start in range(2, len(text) - 8, 5):

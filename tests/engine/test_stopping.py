@@ -96,9 +96,7 @@ def test_more_drafts_than_context(models: Models) -> None:
     for name in ("self_draft", "self_tree", "adversarial_mask", "ngram", "recall"):
         llm = LLM(models.target.path, models.config(name, 15, asks), max_model_len=8, max_num_seqs=2, block_size=3)
         tally = Tally()
-        for ask, output in zip(
-            asks, llm.generate([a.as_prompt for a in asks], [a.params for a in asks]), strict=True
-        ):
+        for ask, output in zip(asks, llm.generate([a.as_prompt for a in asks], [a.params for a in asks]), strict=True):
             models.target.compare(ask, output.outputs[0].token_ids, tally)
         check_at_rest(llm)
 

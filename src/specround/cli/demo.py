@@ -40,7 +40,7 @@ def perimeter(shape):
 def diagonal(shape):
     if shape.kind == "square":"""
 _CHAT = "What is a tree in computer science? Answer in three short sentences."
-_NUM_DRAFTS = 12
+_NUM_DRAFTS = 8
 _NUM_DRAWN = 2
 
 

@@ -7,7 +7,10 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 
-from specround.cli import demo, fetch, generate, models
+from specround.cli.demo import add_parser as add_demo
+from specround.cli.fetch import add_parser as add_fetch
+from specround.cli.generate import add_parser as add_generate
+from specround.cli.models import add_parser as add_models
 from specround.cli.parser import Parser, UsageError
 from specround.contract.errors import ConfigError, SpecRoundError
 from specround.version import __version__
@@ -35,9 +38,8 @@ def build_parser() -> Parser:
     parser = Parser(prog="specround", description=_DESCRIPTION, epilog=_EPILOG)
     parser.add_argument("--version", action="version", version=f"specround {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for command in (generate, models, fetch, demo):
-        sub = command.add_parser(commands)
-        sub.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    for add_command in (add_generate, add_models, add_fetch, add_demo):
+        add_command(commands).add_argument("--debug", action="store_true", help="show the traceback of an error")
     return parser
 
 

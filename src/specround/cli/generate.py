@@ -224,7 +224,8 @@ def _generate(
         params.append(request.params)
         places.append(place)
     names = [str(place) for place in places]
-    with generation_bar(wants_progress(arguments.progress), len(places)) as advance:
+    shown = wants_progress(arguments.progress)
+    with writer.held(shown and sys.stdout.isatty()), generation_bar(shown, len(places)) as advance:
 
         def on_update(output: RequestOutput, new_tokens: int) -> None:
             advance(new_tokens, int(output.finished))
@@ -236,6 +237,8 @@ def _generate(
         except RequestError as error:  # the only request is refused
             writer.fail_rest(error)
             return []
+        except OSError:  # results cannot be written: there is nobody to tell
+            raise
         except Exception as error:
             writer.fail_rest(error)
             raise

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import IO
 
 from rich.console import Console
@@ -43,10 +44,25 @@ class OutputWriter:
         self._drawing, self._tokenizer = drawing, tokenizer
         self._results: dict[int, RequestOutput | Exception] = {}
         self._next = 0
+        self._held = False
+
+    @contextmanager
+    def held(self, hold: bool) -> Iterator[None]:
+        """Keep results back meanwhile, where writing them would cut through a progress bar on the same terminal."""
+        self._held = hold
+        try:
+            yield
+        finally:
+            self._held = False
+            self._write_ready()
 
     def add(self, place: int, result: RequestOutput | Exception) -> None:
         """Take the result of the request at `place`: an output, or why there is none."""
         self._results[place] = result
+        if not self._held:
+            self._write_ready()
+
+    def _write_ready(self) -> None:
         while self._next in self._results:
             self._write(self._requests[self._next], self._results.pop(self._next))
             self._next += 1

@@ -160,8 +160,14 @@ class BaseSpeculator:
     def observe_step(self, observation: StepObservation) -> None:
         """See what a sampled step did, after commit and before propose."""
 
-    def propose(self, view: ProposeView) -> None:
-        """Draft for the next round, into `view.draft_token_ids` or buffers of one's own, by `req_idx`."""
+    def propose(self, view: ProposeView) -> Sequence[int] | None:
+        """Draft for the next round, into `view.draft_token_ids` or buffers of one's own, by `req_idx`.
+
+        Returns:
+            None; or, from a drafter that knows it on the host, the number of drafts of each request in batch order: the
+            next round then has no rows for drafts that do not exist.
+        """
+        return None
 
     def absorb(self, view: ProposeView) -> None:
         """Called instead of `propose` when the next round verifies no drafts, so that draft caches follow."""

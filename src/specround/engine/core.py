@@ -65,6 +65,8 @@ class EngineCore:
             handle = None if scheduled is None else self.runner.execute(scheduled)
             if handle is not None:
                 self._in_flight.append(handle)
+                if handle.num_drafts is not None:
+                    self.scheduler.note_drafts(handle.step, handle.num_drafts)
             depth = self._depth if handle is not None else 0
             updates = []
             while len(self._in_flight) > depth:

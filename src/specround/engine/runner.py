@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -35,6 +36,8 @@ class StepHandle:
 
     def __init__(self, step: ScheduledStep, download: Download, *, with_trace: bool) -> None:
         self.step, self._download, self._with_trace = step, download, with_trace
+        self.num_drafts: Sequence[int] | None = None
+        """Drafts that stand ready for each request, batch order, where the drafter knows it on the host."""
 
     def wait(self) -> StepResult:
         """The step's tokens and counts."""
@@ -117,7 +120,8 @@ class Runner:
         handle = StepHandle(step, download, with_trace=self._record_rounds)
         if not self._is_one_segment:
             self._observe(outcome, step.shape, graph_shape)
-            self._propose(outcome, step.next_budget, _host_step(step, handle.wait()) if self._host_drafting else None)
+            host = _host_step(step, handle.wait()) if self._host_drafting else None
+            handle.num_drafts = self._propose(outcome, step.next_budget, host)
         return handle
 
     def run_round(self, shape: StepShape, budgets: tuple[int, int]) -> RoundOutcome:
@@ -141,13 +145,13 @@ class Runner:
             self._propose(outcome, budgets[1], None)
         return outcome
 
-    def _propose(self, outcome: RoundOutcome, budget: int, host: HostStep | None) -> None:
+    def _propose(self, outcome: RoundOutcome, budget: int, host: HostStep | None) -> Sequence[int] | None:
         """Let the speculator draft for the next round from what this one left."""
         batch = outcome.batch
         computed = self.state.num_computed_tokens[batch.req_idx]
         committed = outcome.result.num_committed > 0
         history = self.state.token_history
-        self.round.propose(
+        return self.round.propose(
             ProposeView(
                 req_idx=batch.req_idx,
                 num_computed_tokens=computed,

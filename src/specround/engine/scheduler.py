@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from specround.contract import BudgetView, RequestError, SpeculatorConfig, SpeculatorError, overrides
@@ -120,6 +120,11 @@ class Scheduler:
         if not current.requests and not self._left:
             return None
         return self._finish_pass(current)
+
+    def note_drafts(self, step: ScheduledStep, num_drafts: Sequence[int]) -> None:
+        """Learn how many drafts really stand ready after a step, batch order, so that no row waits for more."""
+        for request, count in zip(self._in_flight[step.step], num_drafts, strict=True):
+            request.num_draft_rows = min(request.num_draft_rows, count)
 
     def update(self, step: ScheduledStep, result: StepResult) -> list[RequestUpdate]:
         """Take in a step's counts: deliver tokens, finish requests, return surplus blocks."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NoReturn
 
 import torch
@@ -51,11 +52,25 @@ def check_plan_values(plan: VerifyPlan, batch: RoundBatch, resources: SpecResour
     if plan.parents is not None:
         _refuse(draft & (plan.parents < 0), plan.parents, "parents", ">= 0 in a used column")
         _refuse(draft & (plan.parents >= column), plan.parents, "parents", "smaller than the own column")
-        depth = tree_tables(plan.parents).depth
+        depth = tree_tables(torch.where(column == 0, -1, plan.parents)).depth  # column 0 may still hold anything
         _check_branching(plan.parents, draft, resources.max_branching)
     _refuse(draft & (depth > resources.depth_limit), depth, "depth", f"at most {resources.depth_limit}")
     if plan.positions is not None:
         _refuse(draft & (plan.positions < 0), plan.positions, "positions", ">= 0")
+
+
+def check_num_drafts(num_drafts: Sequence[int] | None, num_requests: int) -> Sequence[int] | None:
+    """Check what `propose` returned.
+
+    Raises:
+        PlanError: Neither None nor one count >= 0 per request.
+    """
+    if num_drafts is None:
+        return None
+    counts = list(num_drafts)
+    if len(counts) != num_requests or any(type(count) is not int or count < 0 for count in counts):
+        raise PlanError(f"propose returned {counts}: must be None or {num_requests} counts >= 0, one per request")
+    return counts
 
 
 def check_result(result: AcceptResult, layout: PlanLayout, vocab_size: int) -> None:

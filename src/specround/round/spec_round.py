@@ -25,7 +25,7 @@ from specround.round.batch import RoundBatch
 from specround.round.chain import chain_plan
 from specround.round.commit import CommittedRows, commit_paths, commit_rows
 from specround.round.layout import PlanLayout, lay_out
-from specround.round.plan_check import check_plan_shape, check_plan_values, check_result
+from specround.round.plan_check import check_num_drafts, check_plan_shape, check_plan_values, check_result
 
 
 class SpecRound:
@@ -104,13 +104,16 @@ class SpecRound:
             with self._hook("observe_step"):
                 self.speculator.observe_step(observation)
 
-    def propose(self, view: ProposeView) -> None:
-        """Draft for the next round, or let draft caches follow when it verifies no drafts."""
+    def propose(self, view: ProposeView) -> Sequence[int] | None:
+        """Draft for the next round, or let draft caches follow; the number of drafts per request where it is known."""
         view.draft_token_ids.index_fill_(0, view.req_idx, -1)
-        hook = "propose" if view.budget > 1 else "absorb"
-        if hook in self.hooks:
-            with self._hook(hook):
-                (self.speculator.propose if hook == "propose" else self.speculator.absorb)(view)
+        if view.budget > 1 and "propose" in self.hooks:
+            with self._hook("propose"):
+                return check_num_drafts(self.speculator.propose(view), len(view.num_rows))
+        if view.budget == 1 and "absorb" in self.hooks:
+            with self._hook("absorb"):
+                self.speculator.absorb(view)
+        return None
 
     @contextmanager
     def _hook(self, hook: str) -> Iterator[None]:

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 @register_speculator("draft_model")
 @dataclass(frozen=True, kw_only=True)
 class DraftModelConfig(SpeculatorConfig):
-    """Settings of the `draft_model` speculator.
+    """A smaller model drafts a chain or a tree.
 
     Attributes:
         model: The drafter: anything `LLM(model=...)` takes, with the target's tokenizer.

@@ -135,15 +135,15 @@ class NgramSpeculator(BaseSpeculator):
         """Forget the request."""
         self._histories.pop(request_id, None)
 
-    def propose(self, view: ProposeView) -> None:
+    def propose(self, view: ProposeView) -> Sequence[int]:
         """Follow the committed tokens and write a row of drafts, padded with -1, for every request of the step."""
-        self._follow(view, min(self._max_drafts, view.budget - 1))
+        return self._follow(view, min(self._max_drafts, view.budget - 1))
 
     def absorb(self, view: ProposeView) -> None:
         """Follow the committed tokens and leave every row of the step empty."""
         self._follow(view, 0)
 
-    def _follow(self, view: ProposeView, max_drafts: int) -> None:
+    def _follow(self, view: ProposeView, max_drafts: int) -> list[int]:
         step, buffer = view.host, view.draft_token_ids
         assert step is not None, "a host drafter is given HostStep"
         rows = np.full((len(step.request_ids), buffer.shape[1]), -1, dtype=np.int64)
@@ -156,3 +156,5 @@ class NgramSpeculator(BaseSpeculator):
                 row[: len(drafts)] = drafts
         slots = torch.tensor(step.req_idx, dtype=torch.int64).to(buffer.device, non_blocking=True)
         buffer.index_copy_(0, slots, torch.from_numpy(rows).to(buffer.device, non_blocking=True))
+        counts: list[int] = (rows >= 0).sum(1).tolist()
+        return counts

@@ -270,15 +270,15 @@ class SuffixTreeSpeculator(BaseSpeculator):
         """The drafts of each request's slot, cut to the step's columns: a prefix of the columns is a tree too."""
         return self._drafts.plan(view, as_chain=self._limits.max_branching == 1)
 
-    def propose(self, view: ProposeView) -> None:
+    def propose(self, view: ProposeView) -> Sequence[int]:
         """Follow the committed tokens and draft for every request of the step."""
-        self._follow(view, min(self._max_candidates, view.budget) - 1)
+        return self._follow(view, min(self._max_candidates, view.budget) - 1)
 
     def absorb(self, view: ProposeView) -> None:
         """Follow the committed tokens and leave every slot of the step empty."""
         self._follow(view, 0)
 
-    def _follow(self, view: ProposeView, max_drafts: int) -> None:
+    def _follow(self, view: ProposeView, max_drafts: int) -> list[int]:
         step = view.host
         assert step is not None, "a host drafter is given HostStep"
         trees: list[DraftTree] = []
@@ -293,6 +293,7 @@ class SuffixTreeSpeculator(BaseSpeculator):
         slots = torch.tensor(step.req_idx, dtype=torch.int64).to(device, non_blocking=True)
         packed = torch.from_numpy(_pack(trees, columns)).to(device, non_blocking=True)
         self._drafts.write(slots, packed[:, 0], packed[:, 1].to(torch.int32))
+        return [len(tree.tokens) for tree in trees]
 
     def _draft(self, index: SuffixIndex, max_drafts: int) -> DraftTree:
         """The best tree of the request's own text, unless the cache has one that expects more."""
