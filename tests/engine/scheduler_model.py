@@ -181,6 +181,7 @@ class SchedulerBook:
             if plan_rows == 0:
                 counts.append(0)
                 continue
+            assert self.settings.late or plan_rows <= request.limit - have, "rows that could not be kept"
             most = max(1, min(plan_rows, request.limit - have))
             count = self.random.randint(1, most)
             counts.append(count)
@@ -209,6 +210,7 @@ class SchedulerBook:
     def _take(self, request: Request, update: RequestUpdate) -> None:
         number = self.numbers[request]
         assert all(token // 1000 == number for token in update.new_token_ids), "tokens of another request"
+        assert 0 <= update.accepted <= min(update.drafted, len(update.new_token_ids))
         self.got[request] += update.new_token_ids
         if update.finish_reason is not None:
             self.finished.append(request)

@@ -63,7 +63,7 @@ class Models:
 
 
 def workload(drafts: int) -> list[Ask]:
-    """Prompts of 1 to 2K + 2 tokens and prompts at the context limit, greedy and sampled, with outputs of mixed lengths.
+    """Prompts of 1 to 2K + 2 tokens and at the context limit, greedy and sampled, with outputs of mixed lengths.
 
     Prompts are distinct, so that the adversarial speculator can tell requests apart by them.
     """

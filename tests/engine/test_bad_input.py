@@ -161,7 +161,7 @@ def test_neutral_values_are_accepted(values: dict[str, Any], llm: LLM) -> None:
 
 def test_params_that_do_not_fit_the_model(llm: LLM) -> None:
     """A stop string without tokenizer and a stop id beyond the vocabulary are refused per request."""
-    with pytest.raises(RequestError, match="stop=.*no tokenizer"):
+    with pytest.raises(RequestError, match=r"stop=.*no tokenizer"):
         llm.generate(ids(5), SamplingParams(stop="x"))
     with pytest.raises(RequestError, match="stop_token_ids=24: must be below 24"):
         llm.generate(ids(5), SamplingParams(stop_token_ids=[24]))

@@ -64,7 +64,7 @@ def generate(target: PlainReference, make: Callable[[VerifyOutput], AcceptResult
     ids=lambda v: "-".join(map(str, v)),
 )
 def test_any_committable_path_is_kept(path: list[int], drafts: list[int], target: PlainReference) -> None:
-    """Any path may be kept; its state is what plain decoding of the same tokens leaves, so the bonus is the target's."""
+    """Any path may be kept; its state is what plain decoding of its tokens leaves, so the bonus is right."""
     tokens = generate(target, lambda output: result(path, [*drafts, bonus(output, path[-1])]))
     assert len(tokens) == ASK.max_tokens
     place = 1  # the first token is the prefill's

@@ -16,7 +16,7 @@ ASKS = [Ask((3 + n, 4), 12) for n in range(5)]
 IDS = [f"request-{n}" for n in range(5)]
 
 
-class Fault(Exception):
+class FaultError(Exception):
     """Raised by hooks under test."""
 
 
@@ -27,7 +27,7 @@ def fail_at(call: int) -> Any:
     def hook(*_: Any) -> Any:
         calls.append(1)
         if len(calls) == call:
-            raise Fault("out of luck")
+            raise FaultError("out of luck")
         return NotImplemented
 
     return hook
@@ -51,7 +51,7 @@ def check_stopped(llm: LLM) -> None:
 
 @LATE
 @pytest.mark.parametrize("call", [1, 4])
-@pytest.mark.parametrize("hook", [hook for hook in (*DEVICE_HOOKS, *POLICIES)])
+@pytest.mark.parametrize("hook", [*DEVICE_HOOKS, *POLICIES])
 def test_a_hook_that_raises(hook: str, call: int, late: bool, target: PlainReference) -> None:
     """SpeculatorError names speculator, hook, cause and requests; running and waiting ones fail alike."""
     hooks = {hook: fail_at(call)}
@@ -59,15 +59,15 @@ def test_a_hook_that_raises(hook: str, call: int, late: bool, target: PlainRefer
         hooks["candidate_budget"] = lambda *_: 1
     llm = LLM(target.path, scripted(3, **hooks), async_scheduling=late, max_num_seqs=2, max_model_len=32, block_size=4)
     outputs = {}
-    with pytest.raises(SpeculatorError, match=f"{hook} failed: Fault: out of luck") as caught:
-        for output in llm.stream([a.as_prompt for a in ASKS], [a.params for a in ASKS], request_ids=IDS):
-            outputs[output.request_id] = output.finished
+    stream = llm.stream([a.as_prompt for a in ASKS], [a.params for a in ASKS], request_ids=IDS)
+    with pytest.raises(SpeculatorError, match=f"{hook} failed: FaultError: out of luck") as caught:
+        outputs.update((output.request_id, output.finished) for output in stream)
     error = caught.value
     owner = "ScriptedConfig" if hook in POLICIES else "ScriptedSpeculator"
     assert (error.speculator, error.hook) == (owner, hook)
     unfinished = [name for name in IDS if not outputs.get(name, False)]
     assert sorted(error.request_ids) == unfinished, "exactly those that did not finish"
-    assert isinstance(error.__cause__.__cause__ or error.__cause__, (Fault, SpeculatorError))
+    assert isinstance(error.__cause__.__cause__ or error.__cause__, (FaultError, SpeculatorError))
     check_stopped(llm)
 
 
@@ -108,7 +108,7 @@ def test_other_streams_fail_too(target: PlainReference) -> None:
 @pytest.mark.parametrize("hook", START_UP_HOOKS)
 def test_a_hook_that_raises_at_start_up(hook: str, target: PlainReference) -> None:
     """No engine comes of it; the error names speculator and hook."""
-    with pytest.raises(SpeculatorError, match=f"{hook} failed: Fault") as caught:
+    with pytest.raises(SpeculatorError, match=f"{hook} failed: FaultError") as caught:
         LLM(target.path, scripted(3, **{hook: fail_at(1)}))
     owner = "ScriptedSpeculator" if hook == "bind_resources" else "ScriptedConfig"
     assert (caught.value.speculator, caught.value.hook, caught.value.request_ids) == (owner, hook, ())
@@ -143,6 +143,6 @@ def test_an_engine_fault_stops_the_engine(target: PlainReference, monkeypatch: p
     """A fault that is nobody's hook passes as it is, and leaves an engine that is stopped and empty."""
     llm = LLM(target.path, scripted(3))
     monkeypatch.setattr(llm.engine.model, "logits", fail_at(1))
-    with pytest.raises(Fault):
+    with pytest.raises(FaultError):
         llm.generate([a.as_prompt for a in ASKS], [a.params for a in ASKS])
     check_stopped(llm)

@@ -50,8 +50,8 @@ DRAFTS, LATE, BLOCK_SIZES, TIGHT, BATCHED, SEQS = (
     (False, True),
     (1, 4, 16),
     (False, True),
-    (9, 256),
-    (3, 8),
+    (12, 256),
+    (4, 12),
 )
 EVERY = [Case(*values) for values in product(FLEET, DRAFTS, LATE, BLOCK_SIZES, TIGHT, BATCHED, SEQS)]
 

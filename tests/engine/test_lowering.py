@@ -15,8 +15,8 @@ from specround.contract import (
     ConfigError,
     LayerDescriptor,
     SpecCapabilities,
-    SpeculatorError,
     SpecLimit,
+    SpeculatorError,
 )
 from specround.kernels.reference import ReferenceAttention, ReferencePagedCommit
 
@@ -49,7 +49,7 @@ class TreeAttention(ReferenceAttention):
 def test_trees_run_as_chains(
     name: str, models: Models, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """With a commit kernel for chains only, every tree speculator drafts chains; tokens stay plain, one line says why."""
+    """With a commit kernel for chains only, tree speculators draft chains; tokens stay plain, one line says why."""
     monkeypatch.setattr(
         SpeculatorConfig, "spec_kernel_providers", (lambda: {"layout:paged_token/commit": ChainCommit()},)
     )
@@ -100,10 +100,10 @@ def test_the_speculator_may_adapt_itself(models: Models, monkeypatch: pytest.Mon
     assert log[1][1][1] == SpecCapabilities("chain", ("this commit kernel moves nothing",))
     assert log[2][1][0] == tree, "created with the declared resources"
     assert log[3][1] == (shorter,), "bound to the effective ones"
-    with pytest.raises((ConfigError, SpeculatorError), match="adapt_resources.*at most 'chain'"):
+    with pytest.raises((ConfigError, SpeculatorError), match=r"adapt_resources.*at most 'chain'"):
         LLM(models.target.path, scripted(5, resources=tree, adapt_resources=lambda *_: tree))
     longer = SpecResources(max_candidates=9)
-    with pytest.raises((ConfigError, SpeculatorError), match="adapt_resources.*at most the declared 6"):
+    with pytest.raises((ConfigError, SpeculatorError), match=r"adapt_resources.*at most the declared 6"):
         LLM(models.target.path, scripted(5, resources=tree, adapt_resources=lambda *_: longer))
 
 

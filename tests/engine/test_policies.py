@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import pairwise
 
 import pytest
 from plain_reference import Ask, PlainReference, Tally, check_at_rest
@@ -134,7 +135,7 @@ def test_admit_limit(late: bool, target: PlainReference) -> None:
     assert all(view.num_waiting > 0 for view, _ in limits)
     policies = [hook for hook, _ in log if hook in ("admit_limit", "candidate_budget")]
     assert "admit_limit" in policies
-    for first, second in zip(policies, policies[1:], strict=False):
+    for first, second in pairwise(policies):
         assert (first, second) != ("admit_limit", "admit_limit")
     allowed = {view.step: answer for view, answer in limits}
     running = 0
@@ -164,7 +165,7 @@ def test_round_finished_counts_what_requests_count(late: bool, target: PlainRefe
 
 
 def test_observations_of_chunked_prefill(target: PlainReference) -> None:
-    """observe_step sees sampled steps only, with device counts per request; prefill chunks that end nothing are none."""
+    """observe_step sees sampled steps only, with device counts per request; chunks that end no prefill are none."""
     log: list = []
     ask = Ask(tuple(range(3, 23)), 4)
     run(LLM(target.path, scripted(2, log=log), max_num_seqs=2, max_num_batched_tokens=6), target, [ask])
