@@ -1,10 +1,12 @@
-"""Tiny random Llama checkpoints on disk, as Hugging Face directories and as GGUF files, for the whole test suite."""
+"""Tiny random checkpoints on disk, as Hugging Face directories and as GGUF files, for the whole test suite."""
 
 from __future__ import annotations
 
 import json
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -49,6 +51,136 @@ def tiny_llama(
     if with_tokenizer:
         write_tokenizer(directory, vocab_size)
     return directory
+
+
+def tiny_model(directory: Path, model_type: str, *, seed: int = 0, **overrides: Any) -> Path:
+    """Write a random model of any supported type as transformers itself would save it.
+
+    Where the family has windows they are of a few tokens, smaller than a draft tree. `overrides` replaces entries of
+    the configuration. The same arguments give the same weights in every version of transformers.
+    """
+    import transformers
+
+    from specround.models.families import FAMILIES
+
+    family = FAMILIES[model_type]
+    config = getattr(transformers, family.config_class)(**(tiny_config(model_type) | overrides))
+    module = getattr(transformers, family.model_class)(config)
+    with torch.no_grad():
+        stored = module.state_dict()
+        for name, tensor in stored.items():
+            generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
+            noise = torch.randn(tensor.shape, generator=generator)
+            if name.endswith("sinks"):
+                tensor.copy_(noise)
+            elif tensor.ndim == 1:
+                norm = 0.0 if "bias" in name or model_type.startswith("gemma") else 1.0
+                tensor.copy_(norm + 0.1 * noise)
+            elif not (config.tie_word_embeddings and name == "lm_head.weight"):
+                tensor.copy_(0.4 * noise)
+    module.generation_config.eos_token_id = None
+    module.save_pretrained(directory)
+    return directory
+
+
+def tiny_config(model_type: str) -> dict[str, Any]:
+    """Arguments of the configuration class of a tiny model, beside its defaults."""
+    base = {
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "max_position_embeddings": 256,
+        "tie_word_embeddings": False,
+        "pad_token_id": None,
+        "bos_token_id": 1,
+        "eos_token_id": None,
+    }
+    sliding, full = "sliding_attention", "full_attention"
+    experts = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True}
+    factors = {"short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [2.0, 2.5, 3.0, 4.0]}
+    own: dict[str, dict[str, Any]] = {
+        "llama": {},
+        "qwen2": {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1, "num_hidden_layers": 3},
+        "qwen3": {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1, "num_hidden_layers": 3},
+        "mistral": {"sliding_window": 7},
+        "phi3": {
+            "sliding_window": 7,
+            "original_max_position_embeddings": 64,
+            "rope_parameters": {"rope_type": "longrope", "rope_theta": ROPE_THETA} | factors,
+        },
+        "gemma2": {
+            "sliding_window": 5,
+            "query_pre_attn_scalar": 8,
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 8.0,
+        },
+        "gemma3_text": {
+            "sliding_window": 4,
+            "query_pre_attn_scalar": 8,
+            "layer_types": [sliding, full],
+            "final_logit_softcapping": 10.0,
+        },
+        "olmo2": {},
+        "olmo3": {"sliding_window": 6, "layer_types": [sliding, full]},
+        "granite": {
+            "attention_multiplier": 0.3,
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.8,
+            "logits_scaling": 2.0,
+        },
+        "smollm3": {
+            "use_sliding_window": True,
+            "sliding_window": 5,
+            "no_rope_layer_interval": 2,
+            "num_hidden_layers": 3,
+        },
+        "cohere2": {"sliding_window": 6, "layer_types": [sliding, full], "logit_scale": 2.0},
+        "glm4": {"eos_token_id": [63]},
+        "gpt_oss": {
+            "sliding_window": 5,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 2,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": ROPE_THETA,
+                "factor": 4.0,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "truncate": False,
+                "original_max_position_embeddings": 64,
+            },
+        },
+        "mixtral": {"sliding_window": 8, "num_local_experts": 6},
+        "qwen3_moe": experts | {"use_sliding_window": True, "sliding_window": 6},
+        "qwen2_moe": experts
+        | {
+            "use_sliding_window": True,
+            "sliding_window": 5,
+            "max_window_layers": 2,
+            "shared_expert_intermediate_size": 24,
+        },
+        "deepseek_v3": experts
+        | {
+            "num_key_value_heads": 4,
+            "n_routed_experts": 6,
+            "n_group": 2,
+            "topk_group": 1,
+            "first_k_dense_replace": 1,
+            "q_lora_rank": 24,
+            "kv_lora_rank": 16,
+            "qk_rope_head_dim": 4,
+            "qk_nope_head_dim": 8,
+            "v_head_dim": 6,
+        },
+    }
+    config = base | own[model_type]
+    if model_type == "deepseek_v3":
+        del config["head_dim"], config["num_experts"]
+    return config
 
 
 def tiny_gguf(

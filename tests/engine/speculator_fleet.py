@@ -27,8 +27,8 @@ FLEET = (
     "adversarial_mask",
 )
 TREES = ("suffix_tree", "suffix_cached", "self_tree", "foreign_tree", "recall", "adversarial", "adversarial_mask")
-ACCEPTS_ALL = ("self_draft",)
-"""Chains of the target's own tokens: every draft must be accepted, sampled ones included."""
+ACCEPTS_ALL = ("self_draft", "short_draft")
+"""Chains of the target's own tokens, cut at the drafter's context: every draft must be accepted, sampled or not."""
 MUST_ACCEPT = tuple(name for name in FLEET if not name.startswith("foreign"))
 
 
@@ -77,7 +77,7 @@ def workload(drafts: int) -> list[Ask]:
             prompt = _prompt(rng, length)
             while prompt in asks:
                 prompt = _prompt(rng, length)
-            lengths_of_outputs = (1, 2, drafts, drafts + 1, 2 * drafts + 2, 12) if drafts < 15 else (1, 2, 5, 14)
+            lengths_of_outputs = (1, 2, drafts, drafts + 1, 2 * drafts + 2, 12) if drafts < 15 else (1, 2, 3, 14)
             wanted = lengths_of_outputs[len(asks) % len(lengths_of_outputs)]
             room = min(wanted, 14, MAX_MODEL_LEN - length)
             asks[prompt] = Ask(prompt, room, temperature, seed=len(asks) + (len(asks) % 3) * 2**62)

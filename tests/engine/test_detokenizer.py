@@ -92,3 +92,17 @@ def test_an_unfinished_character_is_flushed_at_the_end(tokenizer: Tokenizer) -> 
     assert detokenizer.text == "a"
     detokenizer.finish()
     assert detokenizer.text == tokenizer.decode(tokens)
+
+
+@pytest.mark.parametrize(
+    ("stops", "found", "text"),
+    [(["he", "t"], "t", "a "), (["th", "the"], "the", "a "), (["e", "he"], "he", "a t")],
+)
+def test_one_token_completes_several_stop_strings(
+    stops: list[str], found: str, text: str, tokenizer: Tokenizer
+) -> None:
+    """Of the stop strings within one token the one that begins first wins, then the longest."""
+    tokens = tokenizer.encode("a the")
+    assert len(tokenizer.decode(tokens[-1:]).strip()) == 3, "the word was meant to be one token"
+    detokenizer = Detokenizer(tokenizer, (), stop=stops)
+    assert (feed_all(detokenizer, tokens), detokenizer.text) == (found, text)

@@ -41,6 +41,8 @@ def check_stopped(llm: LLM) -> None:
     assert not core.scheduler.waiting
     assert not core.scheduler.request_ids
     assert not llm._inboxes
+    assert not core.has_work
+    assert not core._in_flight, "results are kept that nobody will read"
     for _ in range(2):
         with pytest.raises(EngineStoppedError, match="stopped"):
             llm.generate(ASKS[0].as_prompt, ASKS[0].params)

@@ -8,7 +8,7 @@ import torch
 
 from specround import LLM, RequestOutput, SamplingParams
 
-GREEDY_TOKENS, SAMPLED_TOKENS = 20, 12
+GREEDY_TOKENS, SAMPLED_TOKENS = 16, 8
 PROMPTS = [
     "The",
     "1, 2, 3, 4, 1, 2, 3, 4, 1, 2, 3,",

@@ -6,13 +6,24 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+ROOT = Path(__file__).parents[2]
+for folder in (ROOT / "tests", ROOT / "examples"):
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
 
-from specround.contract.errors import ModelError
-from specround.models.gguf import GgufModel
-from specround.models.sources import resolve_model
-from specround.models.tokenizer import Tokenizer
+from family_reference import FamilyReference  # noqa: E402
+from transformers.utils import logging as hf_logging  # noqa: E402
+
+from specround.contract.errors import ModelError  # noqa: E402
+from specround.models.gguf import GgufModel  # noqa: E402
+from specround.models.sources import resolve_model  # noqa: E402
+from specround.models.tokenizer import Tokenizer  # noqa: E402
+from tiny_models import tiny_model  # noqa: E402
+
+hf_logging.disable_progress_bar()
+hf_logging.set_verbosity_error()
 
 
 @pytest.fixture(scope="session")
@@ -27,3 +38,34 @@ def smollm2() -> GgufModel:
 @pytest.fixture(scope="session")
 def smollm2_tokenizer(smollm2: GgufModel) -> Tokenizer:
     return smollm2.tokenizer(49152)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Run full products only when the marker expression asks for them."""
+    if "exhaustive" in (config.option.markexpr or ""):
+        return
+    chosen = [item for item in items if item.get_closest_marker("exhaustive") is None]
+    config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+    items[:] = chosen
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+class FamilyShelf:
+    """Tiny checkpoints of every family and the modules of transformers that run them, each made once."""
+
+    def __init__(self, root: Path) -> None:
+        self._root, self._made = root, {}
+
+    def __getitem__(self, model_type: str) -> FamilyReference:
+        if model_type not in self._made:
+            self._made[model_type] = FamilyReference(tiny_model(self._root / model_type, model_type))
+        return self._made[model_type]
+
+
+@pytest.fixture(scope="session")
+def families(tmp_path_factory: pytest.TempPathFactory) -> FamilyShelf:
+    return FamilyShelf(tmp_path_factory.mktemp("families"))

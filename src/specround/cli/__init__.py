@@ -1,4 +1,4 @@
-"""The command line: `specround generate`, `models`, `fetch` and `demo`."""
+"""The command line: `specround generate`, `models`, `fetch`, `demo` and `bench`."""
 
 from specround.cli.entry import main
 

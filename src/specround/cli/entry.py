@@ -7,6 +7,7 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 
+from specround.cli.bench import add_parser as add_bench
 from specround.cli.demo import add_parser as add_demo
 from specround.cli.fetch import add_parser as add_fetch
 from specround.cli.generate import add_parser as add_generate
@@ -26,6 +27,7 @@ examples:
   specround generate --prompt "1 2 3 1 2 3 1 2" --show-rounds \\
       --speculative-config '{"method": "suffix_tree", "num_speculative_tokens": 12}'
   specround models
+  specround bench --per-kind 1
 """
 _EPILOG = """\
 exit codes: 0 done; 2 the command line or a setting is wrong; 1 anything else failed; 130 interrupted.
@@ -38,7 +40,7 @@ def build_parser() -> Parser:
     parser = Parser(prog="specround", description=_DESCRIPTION, epilog=_EPILOG)
     parser.add_argument("--version", action="version", version=f"specround {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for add_command in (add_generate, add_models, add_fetch, add_demo):
+    for add_command in (add_generate, add_models, add_fetch, add_demo, add_bench):
         add_command(commands).add_argument("--debug", action="store_true", help="show the traceback of an error")
     return parser
 

@@ -42,6 +42,26 @@ def fetch_bar(shown: bool) -> Iterator[Report | None]:
 
 
 @contextmanager
+def phase_bar(shown: bool) -> Iterator[Callable[[str, int, int], None]]:
+    """A bar of one phase after another; call it with (phase, done, total)."""
+    if not shown:
+        yield lambda phase, done, total: None
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=_console()) as bar:
+        task, current = bar.add_task(""), ""
+
+        def report(phase: str, done: int, total: int) -> None:
+            nonlocal current
+            if phase != current:
+                current = phase
+                bar.reset(task, description=phase, total=total)
+            bar.update(task, completed=done, total=total)
+
+        yield report
+
+
+@contextmanager
 def generation_bar(shown: bool, num_requests: int) -> Iterator[Callable[[int, int], None]]:
     """A bar of finished requests; call it with (tokens just delivered, requests just finished)."""
     if not shown:

@@ -48,7 +48,16 @@ class CapabilityError(SpecRoundError):
 
 
 class PlanError(SpecRoundError, ValueError):
-    """A verify plan or an accept result breaks the contract; names request, column and values."""
+    """A verify plan or an accept result breaks the contract; names request, column and values.
+
+    Args:
+        message: What is wrong; requests are named by their place in the step's batch.
+        batch_idx: Place in the batch of the request at fault, so that the engine can name it, or None.
+    """
+
+    def __init__(self, message: str, batch_idx: int | None = None) -> None:
+        self.batch_idx = batch_idx
+        super().__init__(message)
 
 
 class KernelError(SpecRoundError, ValueError):

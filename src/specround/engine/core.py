@@ -6,7 +6,7 @@ import time
 from collections import deque
 from collections.abc import Iterable
 
-from specround.contract import EngineStoppedError, RoundStats, SpeculatorConfig, SpeculatorError, overrides
+from specround.contract import EngineStoppedError, PlanError, RoundStats, SpeculatorConfig, SpeculatorError, overrides
 from specround.engine.messages import NewRequest, RequestUpdate
 from specround.engine.runner import Runner, StepHandle
 from specround.engine.scheduler import Scheduler
@@ -34,8 +34,8 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        """Whether `step` has something to do."""
-        return bool(self._in_flight) or self.scheduler.has_work
+        """Whether `step` has something to do; a stopped engine has nothing."""
+        return self._failure is None and (bool(self._in_flight) or self.scheduler.has_work)
 
     def add(self, request: NewRequest) -> None:
         """Queue a request.
@@ -60,6 +60,7 @@ class EngineCore:
             EngineStoppedError: It was stopped before.
         """
         self._check_alive()
+        scheduled = None
         try:
             scheduled = self.scheduler.schedule()
             handle = None if scheduled is None else self.runner.execute(scheduled)
@@ -73,8 +74,11 @@ class EngineCore:
                 updates += self._take_in(self._in_flight.popleft())
             return updates
         except SpeculatorError as error:
-            request_ids = self._stop(error)
-            raise SpeculatorError(error.speculator, error.hook, request_ids, error.cause) from error
+            cause = error.cause
+            at_fault = error.__cause__.batch_idx if isinstance(error.__cause__, PlanError) else None
+            if at_fault is not None and scheduled is not None:
+                cause += f" (batch place {at_fault} is request {scheduled.request_ids[at_fault]!r})"
+            raise SpeculatorError(error.speculator, error.hook, self._stop(error), cause) from error
         except Exception as error:
             self._stop(error)
             raise

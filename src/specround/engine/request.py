@@ -73,6 +73,7 @@ class Request:
 
     def start(self, req_idx: int) -> None:
         """Take a slot; everything known is prefilled again."""
+        assert not self.in_flight, "a request restarts only when its former steps were taken in"
         self.status, self.req_idx = Status.RUNNING, req_idx
         self.prefill_end, self.num_prefilled, self.num_draft_rows = len(self.token_ids), 0, 0
 

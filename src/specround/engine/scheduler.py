@@ -112,11 +112,11 @@ class Scheduler:
     def schedule(self) -> ScheduledStep | None:
         """The next step, or None when no request can run before results arrive."""
         current = _Pass(room=self.limits.max_num_batched_tokens)
-        for request in tuple(self.running):
+        running = tuple(self.running)
+        for place, request in enumerate(running):
             if request.status is Status.RUNNING:
-                self._schedule_running(request, current)
-        if not current.preempted:
-            self._admit(current)
+                self._schedule_running(request, current, later=len(running) - place - 1)
+        self._admit(current)
         if not current.requests and not self._left:
             return None
         return self._finish_pass(current)
@@ -156,8 +156,9 @@ class Scheduler:
         """Drop every request and return its blocks; the ids that were alive."""
         return tuple(self.abort(self.request_ids))
 
-    def _schedule_running(self, request: Request, current: _Pass) -> None:
-        rows = self._wanted_rows(request, current.room)
+    def _schedule_running(self, request: Request, current: _Pass, later: int) -> None:
+        """Give a request its rows, and leave one for each of the `later` ones."""
+        rows = self._wanted_rows(request, min(current.room, max(1, current.room - later)))
         if rows == 0:
             return
         while not self._reserve(request, rows, current):
@@ -218,7 +219,7 @@ class Scheduler:
         limit = self.limits.max_num_seqs
         if self._asks_admission:
             limit = min(limit, self._ask_admit_limit())
-        while self.waiting and len(self.running) < limit and current.room > 0 and self._free_slots:
+        while self.waiting and not current.preempted and len(self.running) < limit and current.room > 0:
             request = self.waiting[0]
             req_idx = self._free_slots[0]
             request.start(req_idx)
@@ -241,8 +242,6 @@ class Scheduler:
         if current.requests:
             self._budget = self._ask_budget()
         budget = self._budget
-        for request in self.running:
-            request.num_draft_rows = min(request.num_draft_rows, budget - 1)  # also where the step had no room for it
         for request, plan_rows in zip(current.requests, current.num_plan_rows, strict=True):
             if plan_rows:
                 request.num_draft_rows = budget - 1

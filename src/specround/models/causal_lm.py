@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from specround.contract import LayerDescriptor, ModelError
+from specround.contract import LayerDescriptor
 from specround.kernels.reference import AttentionKernel
 from specround.kernels.registry import KernelRegistry
 from specround.kernels.tree_attention.rows import AttentionRows
-from specround.models.attention import HOOK_NAME, AttentionLayer, ForwardContext, KVShape
+from specround.models.attention import HOOK_NAME, ForwardContext, KVShape
+from specround.models.families import family_of
 from specround.models.pretrained import Pretrained
+from specround.models.probe import install_layers
 from specround.models.tokenizer import Tokenizer
 
 
@@ -22,7 +24,7 @@ class CausalModel:
         name: Prefix of the layers' names in messages and kernels.
 
     Raises:
-        ModelError: An attention module does not call the hook exactly once per forward.
+        ModelError: A layer does not call the hook exactly once per forward, or not as the configuration says.
     """
 
     def __init__(self, pretrained: Pretrained, name: str = "target") -> None:
@@ -31,10 +33,11 @@ class CausalModel:
         self.eos_token_ids = pretrained.eos_token_ids
         self.max_model_len = pretrained.max_position_embeddings
         self.name = name
+        self._family = family_of(self.config.model_type, pretrained.source.name)
         self._module = pretrained.module
         self._module.set_attn_implementation(HOOK_NAME)
         self._context = ForwardContext()
-        self.layers = self._install_layers()
+        self.layers = install_layers(self._module, self._family, self._context)
 
     @property
     def vocab_size(self) -> int:
@@ -96,29 +99,5 @@ class CausalModel:
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Logits `[M, V]` of hidden states `[M, H]`."""
-        logits = self._module.lm_head(hidden)
-        assert isinstance(logits, Tensor)
-        return logits
-
-    def _install_layers(self) -> tuple[AttentionLayer, ...]:
-        """Give every attention module a layer, then count hook calls on a forward of one row."""
-        modules = [module for module in self._module.modules() if _is_attention(module)]
-        layers = [AttentionLayer(index, self._context) for index in range(len(modules))]
-        for module, layer in zip(modules, layers, strict=True):
-            module.specround_layer = layer
-        row = torch.zeros(1, dtype=torch.int64, device=self._module.device)
-        with torch.no_grad():
-            self._module.model(input_ids=row[None], position_ids=row[None], use_cache=False)
-        silent = [layer.index for layer in layers if layer.shape is None]
-        expected = int(self.config.num_hidden_layers)
-        if silent or len(layers) != expected:
-            found = f"{len(layers) - len(silent)} of {expected} layers"
-            raise ModelError(
-                "model type", self.config.model_type, f"one whose every layer calls the hook (here {found})"
-            )
-        return tuple(layers)
-
-
-def _is_attention(module: nn.Module) -> bool:
-    return type(module).__name__.endswith("Attention") and hasattr(module, "q_proj")
+        """Logits `[M, V]` of hidden states `[M, H]`, with the family's final scaling or soft cap."""
+        return self._family.final_logits(self.config, self._module.lm_head(hidden))

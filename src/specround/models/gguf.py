@@ -3,42 +3,21 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 import torch
 
 from specround.contract.errors import ModelError
+from specround.models.gguf_architectures import ARCHITECTURES, Metadata
 from specround.models.gguf_header import GgufTensor, read_gguf_header
 from specround.models.gguf_tokenizer import tokenizer_from_metadata
 from specround.models.tokenizer import Tokenizer
 
-_MAX_SIZE = 2**31 - 1
-_MAX_NUMBER = 3e38
 _BLOCK_NAME = re.compile(r"blk\.(\d{1,4})\.(\w+)\.(weight|bias)", re.ASCII)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Architecture:
-    """How one `general.architecture` maps to a Hugging Face model type.
-
-    Attributes:
-        model_type: The Hugging Face type.
-        config: Metadata to the keys of `config.json` that only this architecture has.
-        names: The file's module names to Hugging Face's.
-        block_names: The same, inside a layer.
-        interleaved_rotary: Query and key rows are stored as interleaved pairs and must be put back into halves.
-    """
-
-    model_type: str
-    config: Callable[[_Metadata], dict[str, Any]]
-    names: Mapping[str, str]
-    block_names: Mapping[str, str]
-    interleaved_rotary: bool
 
 
 class GgufModel:
@@ -62,10 +41,10 @@ class GgufModel:
         self._path = path
         self._header = read_gguf_header(path)
         name = self._header.metadata.get("general.architecture")
-        if not isinstance(name, str) or name not in _ARCHITECTURES:
-            raise ModelError("general.architecture", name, f"one of {sorted(_ARCHITECTURES)}")
-        self._architecture = _ARCHITECTURES[name]
-        self._metadata = _Metadata(self._header.metadata, name)
+        if not isinstance(name, str) or name not in ARCHITECTURES:
+            raise ModelError("general.architecture", name, f"one of {sorted(ARCHITECTURES)}")
+        self._architecture = ARCHITECTURES[name]
+        self._metadata = Metadata(self._header.metadata, name)
         if self._metadata.get_integer("split.count", 1, prefixed=False) > 1:
             raise ModelError("split.count", self._header.metadata["split.count"], "1: join the parts into one file")
         self._by_name = {self._hf_name(tensor.name): tensor for tensor in self._header.tensors.values()}
@@ -131,107 +110,14 @@ class GgufModel:
         raise ModelError(name, "unknown", f"a tensor of the {self._architecture.model_type} architecture")
 
     def _restore_rows(self, name: str, weight: torch.Tensor) -> torch.Tensor:
-        """Undo the interleaving of rotary pairs: rows (head, pair, half) become (head, half, pair)."""
+        """Undo the interleaving of rotary pairs, (head, pair, half) to (head, half, pair), and the offset of norms."""
+        if name.endswith("norm.weight"):
+            return weight - self._architecture.norm_offset
         if not self._architecture.interleaved_rotary or not name.endswith(("q_proj.weight", "k_proj.weight")):
             return weight
         heads = self.config["num_attention_heads" if "q_proj" in name else "num_key_value_heads"]
         pairs = weight.shape[0] // heads // 2
         return weight.view(heads, pairs, 2, -1).transpose(1, 2).reshape(weight.shape)
-
-
-class _Metadata:
-    """Typed access to metadata; keys are given without the architecture's prefix."""
-
-    def __init__(self, values: Mapping[str, Any], architecture: str) -> None:
-        self._values, self._architecture = values, architecture
-
-    def integer(self, key: str) -> int:
-        """An integer from 1 to 2**31 - 1 that the file must have."""
-        name = f"{self._architecture}.{key}"
-        value = self._values.get(name)
-        if type(value) is not int or not 1 <= value <= _MAX_SIZE:
-            raise ModelError(name, value, f"an integer from 1 to {_MAX_SIZE}")
-        return value
-
-    def get_integer(self, key: str, default: int, *, prefixed: bool = True) -> int:
-        """An integer from 0 to 2**31 - 1, or the default when the file has none."""
-        name = f"{self._architecture}.{key}" if prefixed else key
-        value = self._values.get(name, default)
-        if type(value) is not int or not 0 <= value <= _MAX_SIZE:
-            raise ModelError(name, value, f"an integer from 0 to {_MAX_SIZE}")
-        return value
-
-    def number(self, key: str, default: float | None = None) -> float:
-        """A number above 0 that float32 can hold."""
-        name = f"{self._architecture}.{key}"
-        value = self._values.get(name, default)
-        if type(value) not in (int, float) or not 0 < value <= _MAX_NUMBER:
-            raise ModelError(name, value, f"a number above 0 and at most {_MAX_NUMBER:g}")
-        return float(value)
-
-    def refuse(self, key: str, allowed: tuple[object, ...]) -> None:
-        """Raise unless the file lacks the key or gives one of the allowed values."""
-        name = f"{self._architecture}.{key}"
-        value = self._values.get(name)
-        if value is not None and value not in allowed:
-            raise ModelError(name, value, f"absent or one of {list(allowed)}")
-
-
-def _llama_config(metadata: _Metadata) -> dict[str, Any]:
-    hidden, heads = metadata.integer("embedding_length"), metadata.integer("attention.head_count")
-    kv_heads = metadata.get_integer("attention.head_count_kv", heads)
-    head_dim = metadata.get_integer("attention.key_length", hidden // heads)
-    if hidden % heads or kv_heads < 1 or heads % kv_heads or head_dim < 2 or head_dim % 2:
-        sizes = f"{heads} heads, {kv_heads} key-value heads of {head_dim} for {hidden}"
-        raise ModelError("llama.attention.head_count", sizes, "divisors of each other with an even head size")
-    metadata.refuse("attention.value_length", (head_dim,))
-    metadata.refuse("rope.dimension_count", (head_dim,))
-    metadata.refuse("rope.scaling.type", ("none",))
-    metadata.refuse("expert_count", (0,))
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "hidden_size": hidden,
-        "intermediate_size": metadata.integer("feed_forward_length"),
-        "num_hidden_layers": metadata.integer("block_count"),
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "head_dim": head_dim,
-        "hidden_act": "silu",
-        "max_position_embeddings": metadata.integer("context_length"),
-        "rms_norm_eps": _shortest(metadata.number("attention.layer_norm_rms_epsilon")),
-        "rope_parameters": {
-            "rope_type": "default",
-            "rope_theta": _shortest(metadata.number("rope.freq_base", 10000.0)),
-        },
-        "attention_bias": False,
-        "mlp_bias": False,
-    }
-
-
-def _shortest(value: float) -> float:
-    """The shortest decimal that is the same float32: 1e-05 rather than 9.999999747378752e-06."""
-    return float(str(np.float32(value)))
-
-
-_ARCHITECTURES: Final = {
-    "llama": _Architecture(
-        model_type="llama",
-        config=_llama_config,
-        names={"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"},
-        block_names={
-            "attn_norm": "input_layernorm",
-            "attn_q": "self_attn.q_proj",
-            "attn_k": "self_attn.k_proj",
-            "attn_v": "self_attn.v_proj",
-            "attn_output": "self_attn.o_proj",
-            "ffn_norm": "post_attention_layernorm",
-            "ffn_gate": "mlp.gate_proj",
-            "ffn_up": "mlp.up_proj",
-            "ffn_down": "mlp.down_proj",
-        },
-        interleaved_rotary=True,
-    ),
-}
 
 
 def _dequantize(tensor: GgufTensor, raw: np.ndarray[Any, np.dtype[np.uint8]]) -> torch.Tensor:

@@ -6,13 +6,20 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 import tokenizers
-from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
 from specround.contract.errors import ModelError
 from specround.models.tokenizer import Tokenizer
 
-_CONTROL, _USER_DEFINED = 3, 4
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
+_SPACE = "\u2581"
 _ROLES = {"bos": "bos_token_id", "eos": "eos_token_id", "unk": "unknown_token_id", "pad": "padding_token_id"}
+
+
+_QWEN2_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 
 
 def _byte_level() -> pre_tokenizers.PreTokenizer:
@@ -23,15 +30,21 @@ def _digits_then_byte_level() -> pre_tokenizers.PreTokenizer:
     return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), _byte_level()])
 
 
-PRE_TOKENIZERS: Final = {"gpt-2": _byte_level, "smollm": _digits_then_byte_level}
+def _qwen2_words() -> pre_tokenizers.PreTokenizer:
+    words = pre_tokenizers.Split(Regex(_QWEN2_WORDS), behavior="isolated")
+    return pre_tokenizers.Sequence([words, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+
+
+PRE_TOKENIZERS: Final = {"gpt-2": _byte_level, "qwen2": _qwen2_words, "smollm": _digits_then_byte_level}
 """How text is split before merges apply, by the file's `tokenizer.ggml.pre`."""
+_NORMALIZERS: Final = {"qwen2": normalizers.NFC}
 
 
 def tokenizer_from_metadata(metadata: Mapping[str, Any], vocab_size: int) -> Tokenizer:
     """The tokenizer of a GGUF file.
 
-    Only byte-level BPE with a pre-tokenizer of `PRE_TOKENIZERS` is built: a wrong chain would silently tokenise some
-    texts differently.
+    Byte-level BPE with a pre-tokenizer of `PRE_TOKENIZERS`, and SentencePiece BPE without a space before the text, as
+    Gemma has it, are built: a wrong chain would silently tokenise some texts differently.
 
     Args:
         metadata: From `read_gguf_header`.
@@ -40,18 +53,15 @@ def tokenizer_from_metadata(metadata: Mapping[str, Any], vocab_size: int) -> Tok
     Raises:
         ModelError: Another kind of tokenizer, or a vocabulary that does not fit together.
     """
-    kind, pre = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre")
-    if kind != "gpt2":
-        raise ModelError("tokenizer.ggml.model", kind, "'gpt2' (byte-level BPE)")
-    if not isinstance(pre, str) or pre not in PRE_TOKENIZERS:
-        raise ModelError("tokenizer.ggml.pre", pre, f"one of {sorted(PRE_TOKENIZERS)}")
+    kind = metadata.get("tokenizer.ggml.model")
+    if kind not in ("gpt2", "llama"):
+        raise ModelError("tokenizer.ggml.model", kind, "'gpt2' (byte-level BPE) or 'llama' (SentencePiece)")
     tokens = _strings(metadata, "tokenizer.ggml.tokens")
     if not len(set(tokens)) == len(tokens) <= vocab_size:
         raise ModelError("tokenizer.ggml.tokens", len(tokens), f"unique and at most the {vocab_size} embedding rows")
     roles = _special_tokens(metadata, tokens)
     try:
-        backend = _byte_level_bpe(tokens, _strings(metadata, "tokenizer.ggml.merges"))
-        backend.pre_tokenizer = PRE_TOKENIZERS[pre]()
+        backend = _byte_level_bpe(tokens, metadata) if kind == "gpt2" else _sentencepiece_bpe(tokens, metadata)
         _add_tokens(backend, tokens, metadata.get("tokenizer.ggml.token_type"))
         _add_post_processor(backend, metadata, roles)
     except ModelError:
@@ -67,17 +77,63 @@ def tokenizer_from_metadata(metadata: Mapping[str, Any], vocab_size: int) -> Tok
     )
 
 
-def _byte_level_bpe(tokens: list[str], merges: list[str]) -> tokenizers.Tokenizer:
+def _byte_level_bpe(tokens: list[str], metadata: Mapping[str, Any]) -> tokenizers.Tokenizer:
+    pre = metadata.get("tokenizer.ggml.pre")
+    if not isinstance(pre, str) or pre not in PRE_TOKENIZERS:
+        raise ModelError("tokenizer.ggml.pre", pre, f"one of {sorted(PRE_TOKENIZERS)}")
     pairs: list[tuple[str, str]] = []
-    for index, merge in enumerate(merges):
+    for index, merge in enumerate(_strings(metadata, "tokenizer.ggml.merges")):
         left, separator, right = merge.partition(" ")
         if not (left and separator and right):
             raise ModelError(f"tokenizer.ggml.merges[{index}]", merge, "two tokens with a space between")
         pairs.append((left, right))
     vocabulary = {token: token_id for token_id, token in enumerate(tokens)}
     backend = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=pairs))
+    if pre in _NORMALIZERS:
+        backend.normalizer = _NORMALIZERS[pre]()
+    backend.pre_tokenizer = PRE_TOKENIZERS[pre]()
     backend.decoder = decoders.ByteLevel()
     return backend
+
+
+def _sentencepiece_bpe(tokens: list[str], metadata: Mapping[str, Any]) -> tokenizers.Tokenizer:
+    """SentencePiece's BPE: of all neighbours the pair with the best-scored union merges first."""
+    key = "tokenizer.ggml.add_space_prefix"
+    if metadata.get(key) is not False:
+        raise ModelError(key, metadata.get(key), "False: a space before the text is not reproduced")
+    scores, types = metadata.get("tokenizer.ggml.scores"), metadata.get("tokenizer.ggml.token_type")
+    if not isinstance(scores, list) or len(scores) != len(tokens):
+        raise ModelError("tokenizer.ggml.scores", scores, f"a list of {len(tokens)} numbers")
+    if not isinstance(types, list) or len(types) != len(tokens):
+        raise ModelError("tokenizer.ggml.token_type", types, f"a list of {len(tokens)} numbers")
+    unknown = [token for token, kind in zip(tokens, types, strict=True) if kind == _UNKNOWN]
+    vocabulary = {token: token_id for token_id, token in enumerate(tokens)}
+    pairs = _merges_by_score(vocabulary, scores, types)
+    unk = unknown[0] if unknown else None
+    backend = tokenizers.Tokenizer(
+        models.BPE(vocab=vocabulary, merges=pairs, unk_token=unk, fuse_unk=True, byte_fallback=True)
+    )
+    backend.normalizer = normalizers.Replace(" ", _SPACE)
+    backend.pre_tokenizer = pre_tokenizers.Split(" ", behavior="merged_with_previous")
+    backend.decoder = decoders.Sequence([decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()])
+    return backend
+
+
+def _merges_by_score(vocabulary: Mapping[str, int], scores: list[Any], types: list[Any]) -> list[tuple[str, str]]:
+    """Every split of a normal token into two others, best-scored token first, longer first parts first."""
+    found: list[tuple[float, int, int, str, str]] = []
+    for token, token_id in vocabulary.items():
+        if types[token_id] != _NORMAL:
+            continue
+        splits = [(token[:place], token[place:]) for place in range(1, len(token))]
+        held = [
+            (vocabulary[left], vocabulary[right], left, right)
+            for left, right in splits
+            if left in vocabulary and right in vocabulary
+        ]
+        found += [(float(scores[token_id]), len(left), len(right), left, right) for _, _, left, right in sorted(held)]
+    found.sort(key=lambda merge: merge[:3], reverse=True)
+    return [(left, right) for *_, left, right in found]
 
 
 def _add_tokens(backend: tokenizers.Tokenizer, tokens: list[str], types: object) -> None:

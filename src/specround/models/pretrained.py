@@ -11,21 +11,21 @@ import torch
 from torch import nn
 
 from specround.contract.errors import ModelError
+from specround.models.families import FAMILIES, Family, family_of
+from specround.models.placement import Placements, check_weights
+from specround.models.rotary import check_rope, own_rotary
 from specround.models.sources import ModelSource
 from specround.models.weights import SafetensorsWeights, WeightSource, read_json_object
 
 if TYPE_CHECKING:
     from specround.models.tokenizer import Tokenizer
 
-SUPPORTED_MODEL_TYPES: Final = ("llama",)
-SUPPORTED_ROPE_TYPES: Final = ("default", "linear", "llama3", "yarn")
-"""Tables that depend on positions alone; "dynamic" and "longrope" let one request's length change another's logits."""
+SUPPORTED_MODEL_TYPES: Final = tuple(sorted(FAMILIES))
 
 Progress = Callable[[int, int, str], None]
 """Called as (tensors done, tensors in all, name of the tensor just loaded)."""
 
 _DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)  # recomputed from the config; old checkpoints store it per layer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,11 +92,13 @@ def load_pretrained(
     """
     checkpoint = _open_directory(source) if source.kind == "directory" else _open_gguf(source)
     with _quiet():
-        config = _build_config(checkpoint, source)
-        module = _build_skeleton(config, dtype, checkpoint.weights, source)
-        _fill(module, checkpoint.weights, dtype, device, on_progress)
+        family = family_of(checkpoint.config.get("model_type"), source.name)
+        config = _build_config(checkpoint, family, source)
+        module = _build_skeleton(config, family, dtype, source)
+        placements = Placements(family, config, _shared_names(module))
+        _fill(module, placements, checkpoint.weights, dtype, device, on_progress, source)
         module.tie_weights()
-        _rebuild_buffers(module, config, device)
+        _rebuild_buffers(module, config, family, device)
         module.eval().requires_grad_(False)
         tokenizer = checkpoint.tokenizer(int(config.vocab_size))
     eos_token_ids = _eos_token_ids(checkpoint.generation, config)
@@ -159,64 +161,49 @@ def _open_gguf(source: ModelSource) -> _Checkpoint:
 
 def _check_model_type(config: Mapping[str, Any], source: ModelSource) -> None:
     """Refuse what the native class would not compute as the checkpoint means it."""
-    model_type = config.get("model_type")
-    if model_type not in SUPPORTED_MODEL_TYPES:
-        raise ModelError("model_type", model_type, f"one of {list(SUPPORTED_MODEL_TYPES)} (model {source.name!r})")
-    expected = _model_classes(model_type)[1].__name__
+    family = family_of(config.get("model_type"), source.name)
     architectures = config.get("architectures")
-    if architectures and architectures != [expected]:
-        raise ModelError("architectures", architectures, f"[{expected!r}] (model {source.name!r})")
+    if architectures and architectures != [family.model_class]:
+        raise ModelError("architectures", architectures, f"[{family.model_class!r}] (model {source.name!r})")
     remote = config.get("auto_map")
-    if isinstance(remote, dict) and "AutoModelForCausalLM" in remote:
+    named = remote.get("AutoModelForCausalLM") if isinstance(remote, dict) else None
+    if named is not None and named not in family.original_code:
         raise ModelError("auto_map", remote, "absent: code that comes with a checkpoint is never run")
     if config.get("quantization_config"):
         raise ModelError("quantization_config", config["quantization_config"], "absent: use unquantised safetensors")
 
 
-def _model_classes(model_type: str) -> tuple[Any, Any]:
-    """Configuration and module class of a supported model type."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+def _build_config(checkpoint: _Checkpoint, family: Family, source: ModelSource) -> Any:
+    import transformers
 
-    return {"llama": (LlamaConfig, LlamaForCausalLM)}[model_type]
-
-
-def _build_config(checkpoint: _Checkpoint, source: ModelSource) -> Any:
     layers = checkpoint.config.get("num_hidden_layers")
     if isinstance(layers, int) and layers > len(checkpoint.weights.shapes):
         raise ModelError("num_hidden_layers", layers, f"at most the {len(checkpoint.weights.shapes)} stored tensors")
-    config_class, _ = _model_classes(checkpoint.config["model_type"])
+    values = {key: value for key, value in checkpoint.config.items() if key != "auto_map"}
     try:
-        config = config_class.from_dict(dict(checkpoint.config))
+        config = getattr(transformers, family.config_class).from_dict(values)
     except Exception as error:  # the configuration classes validate with errors of several libraries
         raise ModelError("config.json", type(error).__name__, f"valid for {source.name!r} ({error})") from error
-    rope_type = config.rope_parameters["rope_type"]
-    if rope_type not in SUPPORTED_ROPE_TYPES:
-        raise ModelError("rope_type", rope_type, f"one of {list(SUPPORTED_ROPE_TYPES)} (model {source.name!r})")
+    check_rope(family, config, source.name)
+    family.check(config)
+    if family.experts is not None:
+        config.output_router_logits = False
     return config
 
 
-def _build_skeleton(config: Any, dtype: torch.dtype, weights: WeightSource, source: ModelSource) -> Any:
-    """The module on the meta device, once its parameters are known to be exactly the stored weights."""
-    _, model_class = _model_classes(config.model_type)
+def _build_skeleton(config: Any, family: Family, dtype: torch.dtype, source: ModelSource) -> Any:
+    """The module on the meta device; experts run as grouped matrix products."""
+    import transformers
+
+    model_class = getattr(transformers, family.model_class)
+    attention = "sdpa" if model_class._supports_sdpa else "eager"
     try:
         with torch.device("meta"):
-            module = model_class._from_config(config, dtype=dtype, attn_implementation="sdpa")
+            module = model_class._from_config(config, dtype=dtype, attn_implementation=attention)
+        if family.experts is not None:
+            module.set_experts_implementation("grouped_mm")
     except Exception as error:  # sizes that do not fit together fail deep inside torch or transformers
         raise ModelError("config.json", type(error).__name__, f"buildable for {source.name!r} ({error})") from error
-    shared = _shared_names(module)
-    wanted = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
-    stored = {name: shape for name, shape in weights.shapes.items() if not name.endswith(_IGNORED_SUFFIXES)}
-    available = {shared.get(name, name) for name in stored}
-    missing = [name for name in wanted if name not in available]
-    if missing:
-        raise ModelError("weights", missing, f"stored in the checkpoint of {source.name!r}: they are missing")
-    unexpected = [name for name in stored if shared.get(name, name) not in wanted]
-    if unexpected:
-        raise ModelError("weights", unexpected, f"absent: a {config.model_type} model of this config does not use them")
-    for name, shape in stored.items():
-        expected = wanted[shared.get(name, name)]
-        if shape != expected:
-            raise ModelError(name, shape, f"{expected}, as the config says (in {weights.location(name)})")
     return module
 
 
@@ -227,44 +214,84 @@ def _shared_names(module: nn.Module) -> dict[str, str]:
     return {name: first[id(parameter)] for name, parameter in every if first[id(parameter)] != name}
 
 
+def _stored_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
+    """What a checkpoint must hold, by first name: parameters and the buffers that are not computed."""
+    kept = module.state_dict()
+    buffers = {name: buffer for name, buffer in module.named_buffers() if name in kept}
+    return dict(module.named_parameters()) | buffers
+
+
 def _fill(
-    module: nn.Module,
+    module: Any,
+    placements: Placements,
     weights: WeightSource,
     dtype: torch.dtype,
     device: torch.device,
     on_progress: Progress | None,
+    source: ModelSource,
 ) -> None:
-    shared = _shared_names(module)
-    filled: dict[str, nn.Parameter] = {}
+    """Read every weight into the module, once it is known that they are exactly the module's."""
+    wanted = _stored_tensors(module)
+    check_weights(wanted, weights.shapes, placements, source.name, module.config.model_type)
+    for stored, shape in weights.shapes.items():
+        place = placements.of(stored)
+        expected = None if place is None else tuple(place.part(wanted[place.name]).shape)
+        if expected is not None and shape != expected:
+            raise ModelError(stored, shape, f"{expected}, as the config says (in {weights.location(stored)})")
+    filled: dict[str, torch.Tensor] = {}
+    done_places: dict[object, str] = {}
     total = len(weights.shapes)
-    for done, (stored_name, tensor) in enumerate(weights.tensors(), start=1):
-        name = shared.get(stored_name, stored_name)
-        if name in filled:
-            if not torch.equal(filled[name].cpu(), tensor.to(dtype)):
-                tied = [name, *(other for other, first in shared.items() if first == name)]
-                raise ModelError(" and ".join(tied), "different values", "equal: the config ties them")
-        elif not name.endswith(_IGNORED_SUFFIXES):
-            filled[name] = _own_parameter(name, tensor, dtype, device)
-            owner, _, attribute = name.rpartition(".")
-            setattr(module.get_submodule(owner), attribute, filled[name])
+    for done, (stored, tensor) in enumerate(weights.tensors(), start=1):
+        place = placements.of(stored)
+        if place is not None and place in done_places:
+            if not torch.equal(place.part(filled[place.name]).cpu(), tensor.to(filled[place.name].dtype)):
+                names = sorted((done_places[place], stored), key=lambda name: name != place.name)
+                raise ModelError(" and ".join(names), "different values", "equal: the config ties them")
+        elif place is not None:
+            if place.name not in filled:
+                kept = _dtype_of(place.name, module, dtype)
+                filled[place.name] = _own_tensor(place.name, wanted[place.name], kept, device)
+                _set_tensor(module, place.name, filled[place.name])
+            place.part(filled[place.name]).copy_(tensor)
+            done_places[place] = stored
         if on_progress is not None:
-            on_progress(done, total, stored_name)
+            on_progress(done, total, stored)
 
 
-def _own_parameter(name: str, tensor: torch.Tensor, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
-    """A copy in memory of our own: the tensor read may be a window of the mapped file."""
+def _dtype_of(name: str, module: Any, dtype: torch.dtype) -> torch.dtype:
+    """The type of one tensor: some stay float32, such as the biases that correct a router's scores."""
+    kept = set(module._keep_in_fp32_modules_strict or ())
+    if dtype == torch.float16:
+        kept |= set(module._keep_in_fp32_modules or ())
+    return torch.float32 if any(pattern in name for pattern in kept) else dtype
+
+
+def _own_tensor(name: str, like: torch.Tensor, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Memory of our own: a tensor that was read may be a window of the mapped file."""
     try:
-        own = torch.empty(tensor.shape, dtype=dtype, device=device)
+        return torch.empty(like.shape, dtype=dtype, device=device)
     except RuntimeError as error:
-        size = tensor.numel() * dtype.itemsize
+        size = like.numel() * dtype.itemsize
         raise ModelError(name, f"{size} bytes", f"a size that fits into the memory of {device} ({error})") from error
-    return nn.Parameter(own.copy_(tensor), requires_grad=False)
 
 
-def _rebuild_buffers(module: nn.Module, config: Any, device: torch.device) -> None:
-    """Build the modules that compute their buffers from the config (rotary tables) again, off the meta device."""
+def _set_tensor(module: nn.Module, name: str, tensor: torch.Tensor) -> None:
+    path, _, attribute = name.rpartition(".")
+    owner = module.get_submodule(path)
+    is_buffer = attribute in owner._buffers
+    setattr(owner, attribute, tensor if is_buffer else nn.Parameter(tensor, requires_grad=False))
+
+
+def _rebuild_buffers(module: Any, config: Any, family: Family, device: torch.device) -> None:
+    """Compute the buffers that come from the config, off the meta device: rotary tables and embedding scales."""
+    rotary = own_rotary(family, config)
+    if rotary is not None:
+        module.model.rotary_emb = rotary.to(device)
     for name, child in list(module.named_modules()):
         if not any(buffer.is_meta for buffer in child.buffers(recurse=False)):
+            continue
+        if hasattr(child, "scalar_embed_scale"):
+            child.embed_scale = torch.tensor(child.scalar_embed_scale, dtype=child.weight.dtype, device=device)
             continue
         owner, _, attribute = name.rpartition(".")
         fresh = type(child)(config)

@@ -43,7 +43,7 @@ def check_plan_values(plan: VerifyPlan, batch: RoundBatch, resources: SpecResour
     if bool(bad.any()):
         r = int(bad.nonzero()[0])
         allowed = "0" if int(limit[r]) == 0 else f"1 to {int(limit[r])}"
-        raise PlanError(f"request {r}: num_candidates={int(count[r])}: must be {allowed}")
+        raise PlanError(f"request {r}: num_candidates={int(count[r])}: must be {allowed}", r)
     column = torch.arange(plan.num_columns, device=count.device)
     draft = (column > 0) & (column < count[:, None])
     _refuse(draft & (plan.token_ids < 0), plan.token_ids, "token_ids", "a token id: used columns are a prefix")
@@ -86,7 +86,9 @@ def check_result(result: AcceptResult, layout: PlanLayout, vocab_size: int) -> N
     bad = (count > have) | (count < have.clamp(max=1))
     if bool(bad.any()):
         r = int(bad.nonzero()[0])
-        raise PlanError(f"request {r}: num_committed={int(count[r])}: must be {min(1, int(have[r]))} to {int(have[r])}")
+        raise PlanError(
+            f"request {r}: num_committed={int(count[r])}: must be {min(1, int(have[r]))} to {int(have[r])}", r
+        )
     place = torch.arange(path.shape[1], device=path.device)
     kept = place < count[:, None]
     _refuse(kept & ((path < 0) | (path >= have[:, None])), path, "path", "a used column")
@@ -121,4 +123,4 @@ def _refuse(bad: Tensor, values: Tensor, name: str, allowed: str) -> None:
 
 def _raise_at(bad: Tensor, values: Tensor, name: str, allowed: str) -> NoReturn:
     r, column = (int(part) for part in bad.nonzero()[0])
-    raise PlanError(f"request {r}, column {column}: {name}={int(values[r, column])}: must be {allowed}")
+    raise PlanError(f"request {r}, column {column}: {name}={int(values[r, column])}: must be {allowed}", r)

@@ -66,7 +66,11 @@ class DraftModelConfig(SpeculatorConfig):
 
     def create(self, resources: SpecResources, host: DraftHost, device: torch.device) -> BaseSpeculator:
         """Load the drafter."""
-        return DraftModelSpeculator(resources, host, device, host.load_model(self.model))
+        model = host.load_model(self.model)
+        if model.vocab_size < self.max_branching:
+            allowed = f"at most the drafter's vocabulary of {model.vocab_size}"
+            raise ConfigError("max_branching", self.max_branching, allowed)
+        return DraftModelSpeculator(resources, host, device, model)
 
 
 class DraftModelSpeculator(BaseSpeculator):
