@@ -30,7 +30,7 @@ class BenchPrompt:
 def default_prompts() -> Path | None:
     """The project's own prompts: inside an installed package, or in the checkout it runs from."""
     package = Path(__file__).parent
-    for path in (package / "prompts", package.parents[2] / "benchmarks" / "prompts"):
+    for path in (package / "prompt_files", package.parents[2] / "benchmarks" / "prompts"):
         if path.is_dir():
             return path
     return None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, Literal
 
 from specround.contract import ConfigError
 
@@ -17,6 +17,7 @@ class EngineConfig:
         model: Local directory, `.gguf` file, alias or hub id.
         speculative_config: `{"method": ..., "num_speculative_tokens": K, ...}` or None for plain decoding.
         dtype: "auto" (float32 on a CPU, bfloat16 on a GPU), "float32", "bfloat16" or "float16".
+        quantization: "int8" or "int4" packs the projections on a CPU, computing in bfloat16; None = as `dtype` says.
         max_model_len: Longest request, prompt and output, in tokens; None = the model's own limit.
         max_num_seqs: Most requests that run at once.
         max_num_batched_tokens: Most rows of one step; longer prompts are prefilled in chunks.
@@ -38,6 +39,7 @@ class EngineConfig:
     model: str
     speculative_config: Mapping[str, Any] | None = None
     dtype: str = "auto"
+    quantization: Literal["int8", "int4"] | None = None
     max_model_len: int | None = None
     max_num_seqs: int = 16
     max_num_batched_tokens: int = 512
@@ -79,6 +81,10 @@ class EngineConfig:
         if self.max_num_batched_tokens < self.max_num_seqs:
             allowed = f"at least max_num_seqs={self.max_num_seqs}: every running request needs a row"
             raise ConfigError("max_num_batched_tokens", self.max_num_batched_tokens, allowed)
+        if self.quantization not in (None, "int8", "int4"):
+            raise ConfigError("quantization", self.quantization, "None, 'int8' or 'int4'")
+        if self.quantization is not None and self.dtype not in ("auto", "bfloat16"):
+            raise ConfigError("dtype", self.dtype, f"'bfloat16' or 'auto' with quantization={self.quantization!r}")
         if not isinstance(self.seed, int) or isinstance(self.seed, bool):
             raise ConfigError("seed", self.seed, "an integer")
         if self.speculative_config is not None and not isinstance(self.speculative_config, Mapping):

@@ -5,12 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from specround.contract import LayerDescriptor
+from specround.contract import LayerDescriptor, ModelError
 from specround.kernels.reference import AttentionKernel
 from specround.kernels.registry import KernelRegistry
 from specround.kernels.tree_attention.rows import AttentionRows
 from specround.models.attention import HOOK_NAME, ForwardContext, KVShape
 from specround.models.families import family_of
+from specround.models.fusion import FUSED_MODEL_TYPES, FusedDecoder
+from specround.models.linear import Projection, Quantization, make_projection
 from specround.models.pretrained import Pretrained
 from specround.models.probe import install_layers
 from specround.models.tokenizer import Tokenizer
@@ -22,12 +24,13 @@ class CausalModel:
     Args:
         pretrained: A loaded checkpoint; its module is changed in place.
         name: Prefix of the layers' names in messages and kernels.
+        quantization: Pack projections to "int8" or "int4", or None. On a CPU, for the families that run fused.
 
     Raises:
         ModelError: A layer does not call the hook exactly once per forward, or not as the configuration says.
     """
 
-    def __init__(self, pretrained: Pretrained, name: str = "target") -> None:
+    def __init__(self, pretrained: Pretrained, name: str = "target", quantization: Quantization | None = None) -> None:
         self.config = pretrained.config
         self.tokenizer: Tokenizer | None = pretrained.tokenizer
         self.eos_token_ids = pretrained.eos_token_ids
@@ -38,6 +41,16 @@ class CausalModel:
         self._module.set_attn_implementation(HOOK_NAME)
         self._context = ForwardContext()
         self.layers = install_layers(self._module, self._family, self._context)
+        self._fused: FusedDecoder | None = None
+        self._head: Projection = self._module.lm_head
+        if self.config.model_type in FUSED_MODEL_TYPES:
+            self._fused = FusedDecoder(self._module.model, self.config, self.layers, quantization)
+            self._head = make_projection(self._module.lm_head.weight.data, None, quantization)
+        elif quantization is not None:
+            known = ", ".join(FUSED_MODEL_TYPES)
+            raise ModelError(
+                "quantization", quantization, f"None for model type {self.config.model_type!r}, not of {known}"
+            )
 
     @property
     def vocab_size(self) -> int:
@@ -93,6 +106,8 @@ class CausalModel:
             Hidden states `[N, H]` after the final norm.
         """
         self._context.rows, self._context.slots = rows, slots
+        if self._fused is not None:
+            return self._fused(input_ids, positions)
         output = self._module.model(input_ids=input_ids[None], position_ids=positions[None], use_cache=False)
         hidden = output.last_hidden_state[0]
         assert isinstance(hidden, Tensor)
@@ -100,4 +115,4 @@ class CausalModel:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits `[M, V]` of hidden states `[M, H]`, with the family's final scaling or soft cap."""
-        return self._family.final_logits(self.config, self._module.lm_head(hidden))
+        return self._family.final_logits(self.config, self._head(hidden))
