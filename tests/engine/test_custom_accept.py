@@ -80,16 +80,16 @@ def test_any_committable_path_is_kept(path: list[int], drafts: list[int], target
 @pytest.mark.parametrize(
     ("path", "tokens", "message"),
     [
-        ([0, 2, 4], [4, 6, 1], "request 0, column 2: path=4: must be a committable row, not a probe"),
-        ([0, 1], [4, 1], "request 0, column 0: token_ids=4: must be the draft of the next column"),
-        ([0, 3], [5, 1], "request 0, column 1: path=3: must be a child of the column before it"),
+        ([0, 2, 4], [4, 6, 1], "batch place 0, column 2: path=4: must be a committable row, not a probe"),
+        ([0, 1], [4, 1], "batch place 0, column 0: token_ids=4: must be the draft of the next column"),
+        ([0, 3], [5, 1], "batch place 0, column 1: path=3: must be a child of the column before it"),
         ([0, 1, 2], [3, 4, 1], "path=2: must be a child"),
-        ([1], [1], "request 0, column 0: path=1: must be 0 at its start"),
-        ([0, -1], [3, 1], "request 0, column 1: path=-1: must be a used column"),
-        ([0, 9], [3, 1], "request 0, column 1: path=9: must be a used column"),
-        ([0], [24], "request 0, column 0: token_ids=24: must be 0 to 23"),
+        ([1], [1], "batch place 0, column 0: path=1: must be 0 at its start"),
+        ([0, -1], [3, 1], "batch place 0, column 1: path=-1: must be a used column"),
+        ([0, 9], [3, 1], "batch place 0, column 1: path=9: must be a used column"),
+        ([0], [24], "batch place 0, column 0: token_ids=24: must be 0 to 23"),
         ([0], [-1], "token_ids=-1"),
-        ([], [], "request 0: num_committed=0: must be 1 to 5"),
+        ([], [], "batch place 0: num_committed=0: must be 1 to 5"),
     ],
 )
 def test_any_other_path_is_refused(path: list[int], tokens: list[int], message: str, target: PlainReference) -> None:

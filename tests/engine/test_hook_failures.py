@@ -56,6 +56,8 @@ def check_stopped(llm: LLM) -> None:
 @pytest.mark.parametrize("hook", [*DEVICE_HOOKS, *POLICIES])
 def test_a_hook_that_raises(hook: str, call: int, late: bool, target: PlainReference) -> None:
     """SpeculatorError names speculator, hook, cause and requests; running and waiting ones fail alike."""
+    if hook == "request_finished":
+        call = min(call, 2)  # later ones come when every request is finished, and then fail nobody
     hooks = {hook: fail_at(call)}
     if hook == "absorb":
         hooks["candidate_budget"] = lambda *_: 1
@@ -148,3 +150,15 @@ def test_an_engine_fault_stops_the_engine(target: PlainReference, monkeypatch: p
     with pytest.raises(FaultError):
         llm.generate([a.as_prompt for a in ASKS], [a.params for a in ASKS])
     check_stopped(llm)
+
+
+def test_a_hook_that_fails_after_the_last_request_fails_nobody(
+    target: PlainReference, caplog: pytest.LogCaptureFixture
+) -> None:
+    """When `request_finished` raises for the last request, outputs are complete; the failure is logged and stops it."""
+    llm = LLM(target.path, scripted(3, request_finished=fail_at(1)), max_model_len=32)
+    output = llm.generate(ASKS[0].as_prompt, ASKS[0].params)[0]
+    assert output.finished
+    assert "request_finished failed: FaultError" in caplog.text
+    with pytest.raises(EngineStoppedError, match="request_finished"):
+        llm.generate(ASKS[0].as_prompt, ASKS[0].params)

@@ -119,8 +119,11 @@ def parse_speculative_config(config: Mapping[str, Any]) -> SpeculatorConfig:
 def _load_entry_point(point: EntryPoint) -> object:
     try:
         return point.load()
-    except (ImportError, AttributeError) as error:
-        raise ConfigError("method", point.name, f"loadable from its entry point {point.value!r} ({error})") from error
+    except ConfigError:
+        raise
+    except (Exception, SystemExit) as error:
+        allowed = f"loadable from its entry point {point.value!r} ({_in_words(error)})"
+        raise ConfigError("method", point.name, allowed) from error
 
 
 def _load_dotted(path: str) -> object:
@@ -129,11 +132,20 @@ def _load_dotted(path: str) -> object:
         raise ConfigError("method", path, _allowed_methods(path))
     try:
         module = importlib.import_module(module_name)
+        found = getattr(module, name, None)
+    except ConfigError:  # says what to change, for example a name that two classes register
+        raise
     except ImportError as error:
         raise ConfigError("method", path, f"importable ({error}), or {_allowed_methods()}") from error
-    if not hasattr(module, name):
+    except (Exception, SystemExit) as error:  # whatever the module does while it is imported
+        raise ConfigError("method", path, f"importable ({_in_words(error)})") from error
+    if found is None:
         raise ConfigError("method", path, f"a class in module {module_name!r}")
-    return getattr(module, name)
+    return found
+
+
+def _in_words(error: BaseException) -> str:
+    return str(error) if isinstance(error, (ImportError, AttributeError)) else f"{type(error).__name__}: {error}"
 
 
 def _check_class(cls: object, name: str) -> type[SpeculatorConfig]:

@@ -88,5 +88,8 @@ class EngineStoppedError(SpecRoundError, RuntimeError):
 
 
 def _shorten(value: object) -> str:
-    text = repr(value)
+    try:
+        text = repr(value)
+    except Exception:  # an integer of thousands of digits, or a value whose own repr fails
+        text = f"<{type(value).__name__}>"
     return text if len(text) <= 200 else text[:197] + "..."

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from specround.contract import EngineStoppedError, PlanError, RoundStats, SpeculatorConfig, SpeculatorError, overrides
 from specround.engine.messages import NewRequest, RequestUpdate
 from specround.engine.runner import Runner, StepHandle
 from specround.engine.scheduler import Scheduler
+
+logger = logging.getLogger(__name__)
 
 
 class EngineCore:
@@ -47,9 +50,19 @@ class EngineCore:
         self._check_alive()
         self.scheduler.add(request)
 
-    def abort(self, request_ids: Iterable[str]) -> list[RequestUpdate]:
-        """Finish requests now; unknown ids are ignored."""
-        alive = self.scheduler.abort(request_ids)
+    @property
+    def overlaps(self) -> bool:
+        """Whether the host schedules a step while the device still runs the one before."""
+        return self._depth > 0 and not self.runner.waits_for_results
+
+    def abort(self, request_ids: Iterable[str], kept: Mapping[str, int] | None = None) -> list[RequestUpdate]:
+        """Finish requests now; unknown ids are ignored.
+
+        Args:
+            request_ids: The requests.
+            kept: Output tokens that were kept, by id, where that is fewer than were delivered (after a stop string).
+        """
+        alive = self.scheduler.abort(request_ids, kept)
         return [RequestUpdate(request_id=name, new_token_ids=(), finish_reason="abort") for name in alive]
 
     def step(self) -> list[RequestUpdate]:
@@ -61,6 +74,8 @@ class EngineCore:
         """
         self._check_alive()
         scheduled = None
+        if not self._in_flight:
+            self._last_result = time.perf_counter()
         try:
             scheduled = self.scheduler.schedule()
             handle = None if scheduled is None else self.runner.execute(scheduled)
@@ -79,7 +94,7 @@ class EngineCore:
             if at_fault is not None and scheduled is not None:
                 cause += f" (batch place {at_fault} is request {scheduled.request_ids[at_fault]!r})"
             raise SpeculatorError(error.speculator, error.hook, self._stop(error), cause) from error
-        except Exception as error:
+        except BaseException as error:  # an interrupt too: what it cut short cannot be resumed
             self._stop(error)
             raise
 
@@ -91,6 +106,12 @@ class EngineCore:
     def _take_in(self, handle: StepHandle) -> list[RequestUpdate]:
         result = handle.wait()
         now = time.perf_counter()
+        for i, tokens in enumerate(result.committed):
+            if handle.step.shape.num_plan_rows[i] and not tokens:
+                cause = (
+                    f"request {handle.step.request_ids[i]!r} committed no token: its plan was changed after the check"
+                )
+                raise SpeculatorError(type(self.runner.speculator).__name__, "accept", (), cause)
         if self._config is not None:
             stats = RoundStats(
                 step=handle.step.step,
@@ -109,7 +130,13 @@ class EngineCore:
     def _stop(self, failure: BaseException) -> tuple[str, ...]:
         self._failure = failure
         self._in_flight.clear()
-        return self.scheduler.stop()
+        failed = self.scheduler.stop()
+        for left in self.scheduler.take_left():
+            try:
+                self.runner.forget(left)
+            except SpeculatorError as error:
+                logger.error("while stopping: %s", error)
+        return failed
 
     def _check_alive(self) -> None:
         if self._failure is not None:

@@ -103,18 +103,22 @@ class InputProcessor:
 
     def _read(self, prompt: Prompt) -> tuple[str | None, tuple[int, ...]]:
         if isinstance(prompt, Mapping):
-            known = {"prompt", "prompt_token_ids"} & prompt.keys()
+            known = {"prompt", "prompt_token_ids", "messages"} & prompt.keys()
             if len(known) != 1 or len(prompt) != 1:
-                allowed = "a mapping with exactly one of 'prompt' and 'prompt_token_ids'"
+                allowed = "a mapping with exactly one of 'prompt', 'prompt_token_ids' and 'messages'"
                 raise RequestError("prompt", dict(prompt), allowed)
             if "prompt_token_ids" in prompt:
                 return None, self._check_ids(prompt["prompt_token_ids"])
+            if "messages" in prompt:
+                if self._tokenizer is None:
+                    raise RequestError("messages", prompt["messages"], "token ids: this model has no tokenizer")
+                return None, self._check_ids(list(self._tokenizer.apply_chat_template(prompt["messages"])))
             prompt = prompt["prompt"]
         if not isinstance(prompt, str):
             raise RequestError("prompt", prompt, "a string or {'prompt_token_ids': [...]}")
         if self._tokenizer is None:
             raise RequestError("prompt", prompt, "token ids: this model has no tokenizer")
-        return prompt, tuple(self._tokenizer.encode(prompt))
+        return prompt, self._check_ids(self._tokenizer.encode(prompt))
 
     def _check_ids(self, ids: object) -> tuple[int, ...]:
         if not isinstance(ids, (list, tuple)):

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import random
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from specround.contract import RequestError
+from specround.contract import RequestError, SpeculatorError
 from specround.engine.build import build_engine
 from specround.engine.config import EngineConfig
 from specround.engine.detokenizer import Detokenizer
@@ -17,12 +18,14 @@ from specround.engine.outputs import CompletionOutput, RequestMetrics, RequestOu
 from specround.engine.sampling_params import SamplingParams
 from specround.models.tokenizer import Tokenizer
 
+logger = logging.getLogger(__name__)
+
 Messages = Sequence[Mapping[str, Any]]
 Params = SamplingParams | Sequence[SamplingParams] | None
 
 
 class LLM:
-    """A language model with a speculator that owns the round.
+    """A language model with a speculator that owns the round. Use it from one thread.
 
     Args:
         model: Local Hugging Face directory, `.gguf` file, alias such as `"smollm2"`, or hub id.
@@ -106,7 +109,7 @@ class LLM:
     ) -> Iterator[RequestOutput]:
         """Like `generate`, but yields a request's output so far whenever it grew; text never shrinks again."""
         for _, output, _ in self._run(as_prompts(prompts), sampling_params, request_ids):
-            yield output
+            yield output.snapshot()
 
     def chat(self, messages: Messages | Sequence[Messages], sampling_params: Params = None) -> list[RequestOutput]:
         """Generate the assistant's next message for one conversation or several.
@@ -123,8 +126,7 @@ class LLM:
         if not isinstance(messages, (list, tuple)) or not messages:
             raise RequestError("messages", messages, "a non-empty list of {'role': ..., 'content': ...}")
         several = messages if isinstance(messages[0], (list, tuple)) else [messages]
-        prompts = [{"prompt_token_ids": list(self.tokenizer.apply_chat_template(each))} for each in several]
-        return self.generate(prompts, sampling_params)
+        return self.generate([{"messages": each} for each in several], sampling_params)
 
     def abort(self, request_ids: Sequence[str]) -> None:
         """Finish requests of a running `stream` or `generate`; unknown ids are ignored."""
@@ -163,10 +165,10 @@ class LLM:
                     new_tokens = request.take(update)
                     if request.output.finished:
                         del live[update.request_id]
-                        self._release([update.request_id], inbox)
+                        kept = len(request.output.outputs[0].token_ids)
+                        self._release([update.request_id], inbox, {update.request_id: kept})
                     yield request.place, request.output, new_tokens
-            while self._core.has_work and not self._inboxes:
-                self._core.step()
+            self._drain()
         finally:
             self._release(live, inbox)
 
@@ -175,10 +177,20 @@ class LLM:
             if update.request_id in self._inboxes:
                 self._inboxes[update.request_id].append(update)
 
-    def _release(self, names: Iterable[str], inbox: deque[RequestUpdate]) -> None:
+    def _drain(self) -> None:
+        """Finish what finished requests left behind; a hook that fails here fails nobody's request."""
+        try:
+            while self._core.has_work and not self._inboxes:
+                self._core.step()
+        except SpeculatorError as error:
+            logger.error("after the last request had finished: %s", error)
+
+    def _release(
+        self, names: Iterable[str], inbox: deque[RequestUpdate], kept: Mapping[str, int] | None = None
+    ) -> None:
         """End requests of a run, unless their id went to another run meanwhile."""
         own = [name for name in names if self._inboxes.get(name) is inbox]
-        self._core.abort(own)
+        self._core.abort(own, kept)
         for name in own:
             del self._inboxes[name]
 
@@ -194,8 +206,12 @@ class LLM:
             if not whole or len(request_ids) != count:
                 raise RequestError("request_ids", request_ids, f"a list of {count} strings, one per prompt")
             return list(request_ids)
-        self._next_id += count
-        return [str(number) for number in range(self._next_id - count, self._next_id)]
+        names: list[str] = []
+        while len(names) < count:
+            if str(self._next_id) not in self._inboxes:
+                names.append(str(self._next_id))
+            self._next_id += 1
+        return names
 
 
 class _LiveRequest:

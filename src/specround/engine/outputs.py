@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from specround.contract import RequestError
 from specround.engine.messages import RoundTrace
@@ -70,3 +70,8 @@ class RequestOutput:
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
     rounds: list[RoundTrace] = field(default_factory=list)
     error: RequestError | None = None
+
+    def snapshot(self) -> RequestOutput:
+        """A copy that later tokens do not change."""
+        outputs = [replace(output, token_ids=list(output.token_ids)) for output in self.outputs]
+        return replace(self, outputs=outputs, metrics=replace(self.metrics), rounds=list(self.rounds))

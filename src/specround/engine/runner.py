@@ -13,7 +13,7 @@ from specround.engine.device_state import DeviceState
 from specround.engine.draft_host import EngineDraftHost
 from specround.engine.graphs import RoundGraphs, null_step
 from specround.engine.kv_cache import KVCache
-from specround.engine.messages import RoundTrace, ScheduledStep, StepResult
+from specround.engine.messages import LeftRequest, RoundTrace, ScheduledStep, StepResult
 from specround.engine.staging import Download, Uploader
 from specround.models.causal_lm import CausalModel
 from specround.round import PlanLayout, RoundBatch, SpecRound, StepShape
@@ -121,7 +121,8 @@ class Runner:
         if not self._is_one_segment:
             self._observe(outcome, step.shape, graph_shape)
             host = _host_step(step, handle.wait()) if self._host_drafting else None
-            handle.num_drafts = self._propose(outcome, step.next_budget, host)
+            num_drafts = self._propose(outcome, step.next_budget, host)
+            handle.num_drafts = num_drafts if self._host_drafting else None
         return handle
 
     def run_round(self, shape: StepShape, budgets: tuple[int, int]) -> RoundOutcome:
@@ -206,10 +207,19 @@ class Runner:
             budget=budget,
         )
 
+    @property
+    def waits_for_results(self) -> bool:
+        """Whether a step waits for its own results, because the speculator drafts on the host."""
+        return self._host_drafting
+
+    def forget(self, left: LeftRequest) -> None:
+        """Empty the slot of a request that left it, and tell the speculator."""
+        self.state.leave(left.req_idx)
+        self._call("request_finished", left.request_id, left.req_idx, left.token_ids)
+
     def _change_requests(self, step: ScheduledStep) -> None:
         for left in step.left:
-            self.state.leave(left.req_idx)
-            self._call("request_finished", left.request_id, left.req_idx, left.token_ids)
+            self.forget(left)
         for started in step.started:
             self.state.start(started, self._uploader)
             self._call("request_started", started.request_id, started.req_idx, started.token_ids)
@@ -217,7 +227,7 @@ class Runner:
     def _call(self, hook: str, request_id: str, req_idx: int, token_ids: tuple[int, ...]) -> None:
         try:
             getattr(self.speculator, hook)(request_id, req_idx, token_ids)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             cause = f"{type(error).__name__}: {error}"
             raise SpeculatorError(type(self.speculator).__name__, hook, (), cause) from error
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import Any
 
 from specround.contract import RequestError
@@ -25,6 +25,8 @@ _NOT_YET: dict[str, Any] = {
     "allowed_token_ids": None,
     "structured_outputs": None,
 }
+_SWITCHES = ("ignore_eos", "include_stop_str_in_output", "detokenize", "skip_special_tokens")
+_MAX_TEMPERATURE = 1e6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +34,7 @@ class SamplingParams:
     r"""How one request is sampled and when it stops.
 
     Attributes:
-        temperature: 0 (below 1e-5) = greedy.
+        temperature: 0 to 1e6; 0 (below 1e-5) = greedy.
         seed: Makes sampling reproducible: the text depends on prompt, parameters and seed, never on speculation, batch
             or budget. None = the engine draws one. Taken mod 2^64.
         max_tokens: Most tokens to generate, >= 1; None = up to the context limit.
@@ -80,12 +82,14 @@ class SamplingParams:
     def __post_init__(self) -> None:
         for name, default in _NOT_YET.items():
             value = getattr(self, name)
-            neutral = value == default or (name == "top_k" and value == -1) or (default is None and value == [])
-            if not neutral or isinstance(value, bool):
+            if not _is_neutral(name, value):
                 raise RequestError(name, value, f"{default!r}: other values are not supported yet")
         number = isinstance(self.temperature, (int, float)) and not isinstance(self.temperature, bool)
-        if not number or not math.isfinite(self.temperature) or self.temperature < 0:
-            raise RequestError("temperature", self.temperature, "a finite number >= 0")
+        if not number or not 0 <= self.temperature <= _MAX_TEMPERATURE:  # not true of NaN
+            raise RequestError("temperature", self.temperature, f"a number from 0 to {_MAX_TEMPERATURE:.0f}")
+        for name in _SWITCHES:
+            if not isinstance(getattr(self, name), bool):
+                raise RequestError(name, getattr(self, name), "True or False")
         if self.seed is not None and (not isinstance(self.seed, int) or isinstance(self.seed, bool)):
             raise RequestError("seed", self.seed, "an integer or None")
         tokens = self.max_tokens
@@ -110,3 +114,12 @@ class SamplingParams:
     def greedy(self) -> bool:
         """Whether the temperature counts as 0."""
         return self.temperature < 1e-5
+
+
+def _is_neutral(name: str, value: Any) -> bool:
+    """Whether a value asks for nothing. Compares numbers only: arrays and the like have no single answer."""
+    if _NOT_YET[name] is None:
+        return value is None or (isinstance(value, list) and not value)
+    if not isinstance(value, Real) or isinstance(value, bool):
+        return False
+    return bool(value == _NOT_YET[name]) or (name == "top_k" and value == -1)

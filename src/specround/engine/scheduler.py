@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from specround.contract import BudgetView, RequestError, SpeculatorConfig, SpeculatorError, overrides
@@ -102,12 +102,28 @@ class Scheduler:
         self._requests[new.request_id] = request
         self.waiting.append(request)
 
-    def abort(self, request_ids: Iterable[str]) -> list[str]:
-        """Finish requests now, whatever they are doing; unknown ids are ignored. Returns the ids that were alive."""
+    def abort(self, request_ids: Iterable[str], kept: Mapping[str, int] | None = None) -> list[str]:
+        """Finish requests now, whatever they are doing; unknown ids are ignored.
+
+        Args:
+            request_ids: The requests.
+            kept: Output tokens that were kept, by id; None or no entry = all that were delivered.
+
+        Returns:
+            The ids that were alive.
+        """
         alive = [request_id for request_id in request_ids if request_id in self._requests]
         for request_id in alive:
-            self._finish(self._requests[request_id])
+            request = self._requests[request_id]
+            if kept is not None and request_id in kept:
+                del request.token_ids[len(request.new.prompt_token_ids) + kept[request_id] :]
+            self._finish(request)
         return alive
+
+    def take_left(self) -> list[LeftRequest]:
+        """Requests that left their slot and that no step will report, because there is none to come."""
+        left, self._left = self._left, []
+        return left
 
     def schedule(self) -> ScheduledStep | None:
         """The next step, or None when no request can run before results arrive."""
@@ -282,10 +298,11 @@ class Scheduler:
 
     def _ask(self, policy: str) -> int | None:
         """Call one of the speculator's policies and check its answer."""
+        assert self._config is not None
         name = type(self._config).__name__
         try:
-            answer = getattr(self._config, policy)(self._view())
-        except Exception as error:
+            answer = getattr(self._config, policy)(self._view(self._config))
+        except (Exception, SystemExit) as error:
             raise SpeculatorError(name, policy, (), f"{type(error).__name__}: {error}") from error
         if answer is None and policy == "admit_limit":
             return None
@@ -293,7 +310,7 @@ class Scheduler:
             raise SpeculatorError(name, policy, (), f"it returned {answer!r}: must be an integer >= 1")
         return answer
 
-    def _view(self) -> BudgetView:
+    def _view(self, config: SpeculatorConfig) -> BudgetView:
         return BudgetView(
             num_running=len(self.running),
             num_waiting=len(self.waiting),
@@ -301,7 +318,7 @@ class Scheduler:
             num_total_blocks=self.pool.num_total,
             block_size=self.limits.block_size,
             num_spec_blocks_held=0,
-            num_speculative_tokens=self.limits.lookahead,
+            num_speculative_tokens=config.num_speculative_tokens,
             max_candidates=self.limits.max_candidates,
             step=self._step,
         )

@@ -1,8 +1,8 @@
-"""`reference_kernels`: the built-in provider, made of the plain torch ops."""
+"""`ReferenceKernels`: the built-in provider, made of the plain torch ops."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Protocol
 
 from torch import Tensor
@@ -90,15 +90,13 @@ class ReferencePagedCommit:
         commit_kv(caches, source, target)
 
 
-def reference_kernels() -> Mapping[str, SpecKernel]:
-    """The built-in kernels by key."""
-    attention = ReferenceAttention()
-    return {
-        "attention:full/verify": attention,
-        "attention:sliding/verify": attention,
-        "attention:mla/verify": attention,
-        "layout:paged_token/commit": ReferencePagedCommit(),
-    }
+class ReferenceKernels(dict[str, SpecKernel]):
+    """The built-in kernels by key; the provider that every other one overlays."""
+
+    def __init__(self) -> None:
+        attention = ReferenceAttention()
+        super().__init__({f"attention:{kind}/verify": attention for kind in ("full", "sliding", "mla")})
+        self["layout:paged_token/commit"] = ReferencePagedCommit()
 
 
 def _by_features(layer: LayerDescriptor) -> SpecLimit:

@@ -16,7 +16,7 @@ from specround.contract import (
     SpecResources,
     min_kind,
 )
-from specround.kernels.reference import reference_kernels
+from specround.kernels.reference import ReferenceKernels
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ class KernelRegistry:
     """
 
     def __init__(self, providers: Iterable[KernelProvider] = ()) -> None:
-        self._kernels: dict[str, SpecKernel] = dict(reference_kernels())
+        self._kernels: dict[str, SpecKernel] = dict(ReferenceKernels())
         for provider in providers:
             self._overlay(provider)
 

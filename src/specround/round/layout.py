@@ -74,6 +74,7 @@ def lay_out(plan: VerifyPlan, batch: RoundBatch) -> PlanLayout:
         key_offsets=depth,
         block_tables=batch.block_tables,
         block_size=batch.block_size,
+        parents=None if tables is None else _packed_parents(plan, batch, batch_idx, column),
     )
     logits_rows, logits_batch_idx, logits_column = _logits_rows(batch)
     row_depth = logits_column
@@ -113,6 +114,16 @@ def _topology(plan: VerifyPlan) -> tuple[TreeTables | None, Tensor | None, Tenso
     visible = tables.ancestors if plan.mask is None else mask_bits(plan.mask)
     offsets = tables.depth if plan.positions is None else plan.positions
     return tables, visible, offsets.to(torch.int64), committable_rows(tables, visible, plan.positions)
+
+
+def _packed_parents(plan: VerifyPlan, batch: RoundBatch, batch_idx: Tensor, column: Tensor) -> Tensor:
+    """Packed row of each row's parent; a chunk row's is the row before it, -1 for the first row of a request."""
+    packed = torch.arange(column.shape[0], device=column.device)
+    before = torch.where(packed > batch.row_start.to(torch.int64)[batch_idx], packed - 1, -1)
+    if plan.parents is None:
+        return before
+    parent = plan.parents[batch_idx, column.clamp(0, plan.num_columns - 1)].to(torch.int64)
+    return torch.where(column > 0, batch.root_row.to(torch.int64)[batch_idx] + parent, before)
 
 
 def _logits_rows(batch: RoundBatch) -> tuple[Tensor, Tensor, Tensor]:

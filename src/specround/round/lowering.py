@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from specround.contract import ConfigError, SpecCapabilities, SpecResources, SpeculatorConfig
+from specround.contract import PLAN_KINDS, ConfigError, SpecCapabilities, SpecResources, SpeculatorConfig
 
 logger = logging.getLogger(__name__)
 
@@ -16,6 +16,9 @@ def lower_resources(config: SpeculatorConfig, declared: SpecResources, capabilit
         CapabilityError: The target verifies nothing.
         ConfigError: The speculator's answer is still above what the target verifies, or above what it declared.
     """
+    if PLAN_KINDS.index(capabilities.kind) < PLAN_KINDS.index(declared.kind):
+        for reason in capabilities.reasons:
+            logger.warning("the target verifies at most a %s, not a %s: %s", capabilities.kind, declared.kind, reason)
     effective = config.adapt_resources(declared, capabilities)
     if effective.lowered(capabilities.kind) != effective:
         raise ConfigError(
@@ -24,7 +27,4 @@ def lower_resources(config: SpeculatorConfig, declared: SpecResources, capabilit
     if effective.max_candidates > declared.max_candidates:
         allowed = f"max_candidates of at most the declared {declared.max_candidates}"
         raise ConfigError(f"{type(config).__name__}.adapt_resources", effective.max_candidates, allowed)
-    if effective.kind != declared.kind:
-        for reason in capabilities.reasons:
-            logger.warning("speculation runs as a %s instead of a %s: %s", effective.kind, declared.kind, reason)
     return effective

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
 import torch
@@ -13,9 +13,18 @@ from specround.kernels.tree import tree_tables
 from specround.round.batch import RoundBatch
 from specround.round.layout import PlanLayout
 
+_PLAN_DTYPES = {
+    "token_ids": torch.int64,
+    "num_candidates": torch.int32,
+    "parents": torch.int32,
+    "positions": torch.int32,
+    "mask": torch.bool,
+}
+_RESULT_DTYPES = {"path": torch.int32, "num_committed": torch.int32, "token_ids": torch.int64}
+
 
 def check_plan_shape(plan: VerifyPlan, batch: RoundBatch, resources: SpecResources) -> None:
-    """Refuse what the host can see without reading values: a kind above the effective one, or wrong sizes.
+    """Refuse what the host can see without reading values: a kind above the effective one, or wrong sizes or dtypes.
 
     Raises:
         PlanError: Names the kind or size and what is allowed.
@@ -26,6 +35,7 @@ def check_plan_shape(plan: VerifyPlan, batch: RoundBatch, resources: SpecResourc
         raise PlanError(f"the plan has {plan.num_requests} requests: this step has {batch.shape.num_requests}")
     if plan.num_columns > max(resources.max_candidates, batch.shape.num_columns):
         raise PlanError(f"the plan has {plan.num_columns} columns: at most {resources.max_candidates} are effective")
+    _check_dtypes(plan, _PLAN_DTYPES)
     for name in ("token_ids", "parents", "positions"):
         tensor = getattr(plan, name)
         if tensor is not None and any(n > 1 and s == 0 for n, s in zip(tensor.shape, tensor.stride(), strict=True)):
@@ -43,7 +53,7 @@ def check_plan_values(plan: VerifyPlan, batch: RoundBatch, resources: SpecResour
     if bool(bad.any()):
         r = int(bad.nonzero()[0])
         allowed = "0" if int(limit[r]) == 0 else f"1 to {int(limit[r])}"
-        raise PlanError(f"request {r}: num_candidates={int(count[r])}: must be {allowed}", r)
+        raise PlanError(f"batch place {r}: num_candidates={int(count[r])}: must be {allowed}", r)
     column = torch.arange(plan.num_columns, device=count.device)
     draft = (column > 0) & (column < count[:, None])
     _refuse(draft & (plan.token_ids < 0), plan.token_ids, "token_ids", "a token id: used columns are a prefix")
@@ -73,6 +83,18 @@ def check_num_drafts(num_drafts: Sequence[int] | None, num_requests: int) -> Seq
     return counts
 
 
+def check_result_shape(result: AcceptResult, plan: VerifyPlan) -> None:
+    """Refuse what the host can see of an accept result without reading values.
+
+    Raises:
+        PlanError: Names the tensor, its shape or dtype, and what is allowed.
+    """
+    _check_dtypes(result, _RESULT_DTYPES)
+    if result.path.shape != plan.token_ids.shape:
+        found, wanted = tuple(result.path.shape), tuple(plan.token_ids.shape)
+        raise PlanError(f"path has shape {found}: must be {wanted}, as the plan")
+
+
 def check_result(result: AcceptResult, layout: PlanLayout, vocab_size: int) -> None:
     """Check what a speculator's own `accept` returned.
 
@@ -80,14 +102,12 @@ def check_result(result: AcceptResult, layout: PlanLayout, vocab_size: int) -> N
         PlanError: Names request, place in the path, and the values.
     """
     plan, path = layout.plan, result.path.to(torch.int64)
-    if path.shape != plan.token_ids.shape:
-        raise PlanError(f"path has shape {tuple(path.shape)}: must be {tuple(plan.token_ids.shape)}, as the plan")
     count, have = result.num_committed.to(torch.int64), plan.num_candidates.to(torch.int64)
     bad = (count > have) | (count < have.clamp(max=1))
     if bool(bad.any()):
         r = int(bad.nonzero()[0])
         raise PlanError(
-            f"request {r}: num_committed={int(count[r])}: must be {min(1, int(have[r]))} to {int(have[r])}", r
+            f"batch place {r}: num_committed={int(count[r])}: must be {min(1, int(have[r]))} to {int(have[r])}", r
         )
     place = torch.arange(path.shape[1], device=path.device)
     kept = place < count[:, None]
@@ -108,6 +128,13 @@ def check_result(result: AcceptResult, layout: PlanLayout, vocab_size: int) -> N
     _refuse(differs, tokens, "token_ids", "the draft of the next column of the path")
 
 
+def _check_dtypes(owner: object, dtypes: Mapping[str, torch.dtype]) -> None:
+    for name, dtype in dtypes.items():
+        tensor = getattr(owner, name)
+        if tensor is not None and tensor.dtype != dtype:
+            raise PlanError(f"{name} has dtype {tensor.dtype}: must be {dtype}")
+
+
 def _check_branching(parents: Tensor, draft: Tensor, max_branching: int) -> None:
     columns = parents.shape[1]
     where = torch.where(draft, parents.to(torch.int64), columns)
@@ -123,4 +150,4 @@ def _refuse(bad: Tensor, values: Tensor, name: str, allowed: str) -> None:
 
 def _raise_at(bad: Tensor, values: Tensor, name: str, allowed: str) -> NoReturn:
     r, column = (int(part) for part in bad.nonzero()[0])
-    raise PlanError(f"request {r}, column {column}: {name}={int(values[r, column])}: must be {allowed}", r)
+    raise PlanError(f"batch place {r}, column {column}: {name}={int(values[r, column])}: must be {allowed}", r)

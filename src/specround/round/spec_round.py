@@ -25,7 +25,13 @@ from specround.round.batch import RoundBatch
 from specround.round.chain import chain_plan
 from specround.round.commit import CommittedRows, commit_paths, commit_rows
 from specround.round.layout import PlanLayout, lay_out
-from specround.round.plan_check import check_num_drafts, check_plan_shape, check_plan_values, check_result
+from specround.round.plan_check import (
+    check_num_drafts,
+    check_plan_shape,
+    check_plan_values,
+    check_result,
+    check_result_shape,
+)
 
 
 class SpecRound:
@@ -80,6 +86,7 @@ class SpecRound:
             with self._hook("accept"):
                 result = self.speculator.accept(layout.plan, output)
                 if result is not None:
+                    check_result_shape(result, layout.plan)
                     if self.check_values:
                         check_result(result, layout, self._vocab_size)
                     return result
@@ -119,6 +126,6 @@ class SpecRound:
     def _hook(self, hook: str) -> Iterator[None]:
         try:
             yield
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             cause = str(error) if isinstance(error, PlanError) else f"{type(error).__name__}: {error}"
             raise SpeculatorError(type(self.speculator).__name__, hook, (), cause) from error

@@ -118,7 +118,8 @@ class DraftModelSpeculator(BaseSpeculator):
         """Absorb the step, then draft `budget - 1` tokens from the new root."""
         self.absorb(view)
         wanted = view.budget - 1
-        tree = _GrowingTree(view, self._drafts.token_ids.shape[1], self._model.max_model_len)
+        columns = self._drafts.token_ids.shape[1]
+        tree = _GrowingTree(view, columns, self._model.max_model_len, is_chain=self._width == 1)
         logits = self._forward(view, tree.root_rows(view))
         for start in range(1, wanted + 1, self._width):
             width = min(self._width, wanted + 1 - start)
@@ -154,15 +155,16 @@ class _GrowingTree:
         view: The step.
         columns: C, columns of the draft buffer.
         max_model_len: The drafter's context; nothing is drafted past it.
+        is_chain: Rows continue the plain context instead of a tree, so that a chain has no limit of 64 columns.
     """
 
-    def __init__(self, view: ProposeView, columns: int, max_model_len: int) -> None:
+    def __init__(self, view: ProposeView, columns: int, max_model_len: int, *, is_chain: bool) -> None:
         count, device = view.req_idx.shape[0], view.req_idx.device
         self.depth = 0
         self.token_ids = torch.full((count, columns), -1, dtype=torch.int64, device=device)
         self.parents = torch.full((count, columns), -1, dtype=torch.int32, device=device)
         self._root = view.num_computed_tokens.to(torch.int64)[:, None]
-        self._max_model_len = max_model_len
+        self._max_model_len, self._is_chain = max_model_len, is_chain
         self._live = (view.result.num_committed > 0)[:, None] & (self._root < max_model_len)
         self._columns = torch.zeros(count, 1, dtype=torch.int64, device=device)
         self._scores = torch.zeros(count, 1, device=device)
@@ -189,7 +191,7 @@ class _GrowingTree:
             req_idx=view.req_idx.repeat_interleave(width),
             positions=(root + self.depth).expand_as(self._columns).flatten(),
             slots=torch.where(self._live, root + self._columns, -1).flatten(),
-            parents=(root + parents).flatten(),
+            parents=(torch.full_like(parents, -1) if self._is_chain else root + parents).flatten(),
             num_rows=(width,) * root.shape[0],
         )
         return rows, self._frontier.flatten()

@@ -29,6 +29,7 @@ class RowContext:
         key_offsets: `[R, C]` int64 or None: logical offset of the key in column j, None = j. Used only with `bits`.
         block_tables: `[R, B]` int64, block of each `block_size` slots; block 0 is the null block and holds zeros.
         block_size: Slots per block.
+        parents: As in `AttentionRows`.
     """
 
     row_start: Tensor
@@ -40,6 +41,7 @@ class RowContext:
     key_offsets: Tensor | None
     block_tables: Tensor
     block_size: int
+    parents: Tensor | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,10 +91,13 @@ class AttentionRows:
     Attributes:
         groups: Row groups covering every request, batch order.
         num_rows: N, packed rows.
+        parents: `[N]` int64, packed row of each row's parent, -1 for the first row of a request; None when
+            every row's parent is the row before it (chains and prefill).
     """
 
     groups: tuple[RowGroup, ...]
     num_rows: int
+    parents: Tensor | None = None
 
 
 def group_requests(num_rows: Sequence[int]) -> list[tuple[int, int]]:
@@ -127,7 +132,7 @@ def lay_out_rows(num_rows: Sequence[int], max_kv_len: int | Sequence[int], conte
         longest = max(1, *bounds[start:stop])
         groups.append(_lay_out_group(start, stop, max(counts), longest, total, first if uniform else -1, context))
         first += sum(counts)
-    return AttentionRows(tuple(groups), total)
+    return AttentionRows(tuple(groups), total, context.parents)
 
 
 def _lay_out_group(
