@@ -57,7 +57,7 @@ def test_missing_model_is_a_failure(specround):
     assert "Traceback" in specround(*GENERATE, "--debug").err
 
 
-@pytest.mark.parametrize("command", [(), ("generate",), ("models",), ("fetch",), ("demo",)])
+@pytest.mark.parametrize("command", [(), ("generate",), ("models",), ("fetch",), ("bench",), ("demo",)])
 def test_help(specround, command):
     """--help of every command is exit code 0 and, where there are arguments to learn, shows examples."""
     result = specround(*command, "--help")

@@ -2,6 +2,6 @@
 
 from specround.bench.gate import GateError
 from specround.bench.run import run_bench
-from specround.bench.settings import BenchSettings, PeerCheckpoint
+from specround.bench.settings import BenchSettings
 
-__all__ = ["BenchSettings", "GateError", "PeerCheckpoint", "run_bench"]
+__all__ = ["BenchSettings", "GateError", "run_bench"]

@@ -40,7 +40,7 @@ def write_plot(result: dict[str, Any], path: Path) -> None:
 
     curve = result.get("row_curve") or {"rows": []}
     panels = 3 if curve["rows"] else 2
-    figure = Figure(figsize=(6 * panels, 4.5), layout="constrained")
+    figure = Figure(figsize=(6 * panels, 5), layout="constrained")
     axes = figure.subplots(1, panels)
     figure.suptitle(f"{result['model']}, {result['dtype']}, {result['hardware']['cpu']}")
     _draw_rates(axes[0], result["results"])
@@ -58,7 +58,7 @@ def _draw_rates(axis: Any, results: dict[str, Any]) -> None:
         axis.bar([place + number * width for place in range(len(results))], rates, width, label=name)
     axis.set_xticks([place + 0.4 - width / 2 for place in range(len(results))], list(results), rotation=30)
     axis.set_ylabel("tokens/s, prefill included")
-    axis.legend(fontsize="small")
+    _legend(axis)
 
 
 def _draw_steps(axis: Any, steps: dict[str, Any]) -> None:
@@ -69,7 +69,7 @@ def _draw_steps(axis: Any, steps: dict[str, Any]) -> None:
         axis.bar(list(shown), heights, bottom=below, label=part)
         below = [low + height for low, height in zip(below, heights, strict=True)]
     axis.set_ylabel("ms per decode step")
-    axis.legend(fontsize="small")
+    _legend(axis)
 
 
 def _draw_rows(axis: Any, curve: dict[str, Any]) -> None:
@@ -79,3 +79,8 @@ def _draw_rows(axis: Any, curve: dict[str, Any]) -> None:
     axis.set_xlabel(f"rows of one forward, context {curve['context']}")
     axis.set_ylabel("time over one row")
     axis.set_ylim(bottom=0)
+
+
+def _legend(axis: Any) -> None:
+    """A legend above the panel, where it covers nothing."""
+    axis.legend(fontsize="small", loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=4)

@@ -85,7 +85,8 @@ def _run(
         curve_llm = LLM(settings.model, _ROW_CURVE, **{**settings.engine, "max_num_seqs": 1})
         result["row_curve"] = measure_row_curve(curve_llm, max(3, settings.repeats), wait)
         report("rows", 1, 1)
-    return result
+    rounded: dict[str, Any] = _rounded(result)
+    return rounded
 
 
 def _gate(
@@ -147,17 +148,17 @@ def _loading(name: str, report: Progress) -> Callable[[int, int, str], None]:
 
 
 def _load_peers(settings: BenchSettings, plain: EngineVariant, device: torch.device, report: Progress) -> list[Variant]:
-    if settings.checkpoint is None:
+    if not settings.peers:
         return []
     from specround.bench.peers.transformers_generate import TransformersModel, TransformersVariant
 
     report("loading transformers", 0, 1)
     model = TransformersModel(
         settings.checkpoint,
-        dtype=plain.llm.engine.model.dtype,
+        plain.llm.engine.model,
         device=device,
-        eos_token_ids=() if settings.ignore_eos else plain.llm.engine.model.eos_token_ids,
         max_tokens=settings.max_tokens,
+        ignore_eos=settings.ignore_eos,
     )
     report("loading transformers", 1, 1)
     peers: list[Variant] = [TransformersVariant(model)]
@@ -175,7 +176,7 @@ def _shown(settings: BenchSettings, names: Sequence[str], chosen: Mapping[str, l
         "batch": settings.batch,
         "chat_template": settings.chat_template,
         "ignore_eos": settings.ignore_eos,
-        "peers": settings.checkpoint is not None,
+        "peers": settings.peers,
         "lookup_tokens": settings.lookup_tokens,
         "engine": dict(settings.engine),
     }
@@ -187,6 +188,15 @@ def _warnings(settings: BenchSettings, names: Sequence[str]) -> list[str]:
         for name, config in zip(names, settings.speculators, strict=True)
         if config.get(_CACHE_FIELD)
     ]
-    if settings.batch > 1 and settings.checkpoint is not None:
+    if settings.batch > 1 and settings.peers:
         found.append("transformers' prompt lookup takes one prompt at a time: left out of this batch")
     return found
+
+
+def _rounded(value: Any) -> Any:
+    """The same JSON values with six significant digits."""
+    if isinstance(value, dict):
+        return {key: _rounded(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_rounded(each) for each in value]
+    return float(f"{value:.6g}") if isinstance(value, float) else value

@@ -16,19 +16,6 @@ DEFAULT_SPECULATORS: tuple[Mapping[str, Any], ...] = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class PeerCheckpoint:
-    """The files of the model for the peers.
-
-    Attributes:
-        directory: Directory of the checkpoint.
-        gguf_file: Name of the GGUF file in it, None for a Hugging Face directory.
-    """
-
-    directory: Path
-    gguf_file: str | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
 class BenchSettings:
     """Settings of one benchmark.
 
@@ -44,7 +31,8 @@ class BenchSettings:
         threads: CPU threads of torch; None = as torch chooses.
         chat_template: Wrap prompts in the model's chat template; None = if it has one.
         ignore_eos: Generate `max_tokens` tokens whatever they are.
-        checkpoint: The model's files for the peers; None = no peers.
+        peers: Measure transformers, too.
+        checkpoint: Hugging Face directory that the peers load; None = they take over the engine's weights, as for GGUF.
         lookup_tokens: Drafts of transformers' prompt lookup.
         row_curve: Measure what 1 to 64 rows per forward cost.
         engine: Further settings of `EngineConfig`, such as `dtype`.
@@ -64,7 +52,8 @@ class BenchSettings:
     threads: int | None = None
     chat_template: bool | None = None
     ignore_eos: bool = False
-    checkpoint: PeerCheckpoint | None = None
+    peers: bool = True
+    checkpoint: Path | None = None
     lookup_tokens: int = 10
     row_curve: bool = True
     engine: Mapping[str, Any] = field(default_factory=dict)

@@ -19,7 +19,8 @@ class Figures:
     Attributes:
         tokens: Tokens generated in one repeat.
         seconds: Wall time of one repeat: the sum over batches of the median over repeats.
-        spread: Slowest repeat less fastest, over the median repeat; how much the machine wavered.
+        spread: Slowest repeat less fastest, over the median repeat: how much the machine wavered; None
+            with one repeat.
         tokens_per_s: Prefill included.
         decode_tokens_per_s: After the first token of each prompt; None when there is no other.
         tokens_per_round: Committed per round (per target forward, for a peer), the prefill's included.
@@ -31,7 +32,7 @@ class Figures:
 
     tokens: int
     seconds: float
-    spread: float
+    spread: float | None
     tokens_per_s: float
     decode_tokens_per_s: float | None
     tokens_per_round: float
@@ -58,7 +59,7 @@ def figures_of(runs: Sequence[Sequence[Run]]) -> Figures:
     return Figures(
         tokens=tokens,
         seconds=seconds,
-        spread=(max(totals) - min(totals)) / statistics.median(totals),
+        spread=(max(totals) - min(totals)) / statistics.median(totals) if len(totals) > 1 else None,
         tokens_per_s=tokens / seconds,
         decode_tokens_per_s=decode_tokens / decode_seconds if decode_tokens and decode_seconds > 0 else None,
         tokens_per_round=tokens / sum(run.rounds for run in firsts),

@@ -16,10 +16,21 @@ def tables(result: dict[str, Any]) -> Iterator[Table]:
     Args:
         result: What `run_bench` returned.
     """
+    yield _gate(result)
     yield _rates(result)
     yield _steps(result)
     if result.get("row_curve"):
         yield _row_curve(result["row_curve"])
+
+
+def _gate(result: dict[str, Any]) -> Table:
+    table = Table(title="greedy outputs against plain decoding", title_justify="left")
+    for heading in ("variant", "equal", "required"):
+        table.add_column(heading)
+    required = {"equal": "equal", "ties": "equal up to ties", "nothing": "nothing"}
+    for name, each in result["gate"].items():
+        table.add_row(name, f"{each['equal_share']:.0%}", required[each["required"]])
+    return table
 
 
 def _rates(result: dict[str, Any]) -> Table:
@@ -43,7 +54,7 @@ def _rates(result: dict[str, Any]) -> Table:
                 _number(each["decode_speedup"], ".2f"),
                 f"{each['tokens_per_round']:.2f}",
                 drafts,
-                f"{each['spread']:.0%}",
+                _number(each["spread"], ".0%"),
             )
         table.add_section()
     return table

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from specround.cli.parser import UsageError, json_object
 
 if TYPE_CHECKING:
-    from specround.bench import BenchSettings, PeerCheckpoint
+    from specround.bench import BenchSettings
 
 _DESCRIPTION = """\
 Measure plain decoding, speculators and transformers' generate on the same prompts, in turns. First every speculator
@@ -147,21 +147,19 @@ def _settings(arguments: argparse.Namespace) -> BenchSettings:
         threads=arguments.threads,
         chat_template=arguments.chat,
         ignore_eos=arguments.ignore_eos,
-        checkpoint=_checkpoint(arguments.model) if arguments.peers else None,
+        peers=arguments.peers,
+        checkpoint=_checkpoint(arguments.model),
         lookup_tokens=arguments.lookup_tokens,
         row_curve=arguments.row_curve,
         engine=engine,
     )
 
 
-def _checkpoint(model: str) -> PeerCheckpoint:
-    from specround.bench.settings import PeerCheckpoint
+def _checkpoint(model: str) -> Path | None:
     from specround.models.sources import resolve_model
 
     source = resolve_model(model)
-    if source.kind == "gguf":
-        return PeerCheckpoint(directory=source.path.parent, gguf_file=source.path.name)
-    return PeerCheckpoint(directory=source.path)
+    return source.path if source.kind == "directory" else None
 
 
 def _setting(text: str) -> tuple[str, Any]:

@@ -1,14 +1,18 @@
-"""`specround models`: what can be loaded, and which speculators there are."""
+"""`specround models`: what can be loaded, which speculators there are, and what a model's layers verify."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
 import inspect
+import json
 import re
 import sys
 from collections.abc import Collection, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from specround.cli.parser import json_object
 
 if TYPE_CHECKING:
     from specround.contract import SpeculatorConfig
@@ -16,11 +20,14 @@ if TYPE_CHECKING:
 
 _DESCRIPTION = """\
 List packaged models and whether they are on this computer, the model types that can be loaded, and every speculator
-with the fields that --speculative-config takes.
+with the fields that --speculative-config takes. With the name of a speculator, describe it. With a model, load it and
+show each layer: the highest plan kind it verifies and why not more, its kernels, and its memory per token.
 
 examples:
   specround models
   specround models tree_speculator:RecallConfig     (in the directory of tree_speculator.py)
+  specround models smollm2
+  specround models ./my-model --dtype bfloat16 --json
 """
 
 
@@ -29,7 +36,15 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = commands.add_parser(
         "models", help="list models and speculators", description=_DESCRIPTION
     )
-    parser.add_argument("methods", nargs="*", metavar="METHOD", help="describe only these speculators")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="a speculator, or a model as --model takes it")
+    parser.add_argument("--dtype", default="auto", metavar="NAME", help="of a model (default: auto)")
+    parser.add_argument(
+        "--speculative-config", type=json_object, metavar="JSON", help="show a model with this speculator's kernels"
+    )
+    parser.add_argument("--json", action="store_true", help="describe models as JSON lines")
+    parser.add_argument(
+        "--progress", action=argparse.BooleanOptionalAction, help="progress bar on stderr (default: on a terminal)"
+    )
     parser.set_defaults(run=run)
     return parser
 
@@ -39,14 +54,47 @@ def run(arguments: argparse.Namespace) -> int:
     from specround.cli.search_path import add_working_directory
     from specround.contract import SpeculatorConfig, known_methods
 
-    if arguments.methods:
+    if arguments.names:
         add_working_directory()
-        lines = [line for method in arguments.methods for line in _speculator(method)]
-    else:
-        lines = [*_models(), "", "fields of every speculator", *_fields(SpeculatorConfig), "", "speculators"]
-        lines += [f"  {line}" for method in known_methods() for line in _known_speculator(method)]
+        for name in arguments.names:
+            if _is_model(name):
+                _show_model(name, arguments)
+            else:
+                sys.stdout.write("\n".join(_speculator(name)) + "\n")
+        return 0
+    lines = [*_models(), "", "fields of every speculator", *_fields(SpeculatorConfig), "", "speculators"]
+    lines += [f"  {line}" for method in known_methods() for line in _known_speculator(method)]
     sys.stdout.write("\n".join(lines) + "\n")
     return 0
+
+
+def _is_model(name: str) -> bool:
+    """Whether a name is a model rather than a speculator: an alias, a path, a GGUF file or a hub id."""
+    from specround.contract import known_methods
+    from specround.models.sources import MODEL_ALIASES
+
+    if name in MODEL_ALIASES or "/" in name or name.lower().endswith(".gguf"):
+        return True
+    return name not in known_methods() and Path(name).exists()
+
+
+def _show_model(name: str, arguments: argparse.Namespace) -> None:
+    from specround.cli.layers import describe_model, layer_table
+    from specround.cli.output import colour_console
+    from specround.cli.progress import load_bar, wants_progress
+
+    with load_bar(wants_progress(arguments.progress)) as report:
+        model = describe_model(name, arguments.dtype, arguments.speculative_config, report)
+    if arguments.json:
+        sys.stdout.write(json.dumps(model) + "\n")
+        return
+    sys.stdout.write(
+        f"{name}: {model['model_type']}, {model['dtype']}, context {model['max_model_len']}, "
+        f"verifies plans up to {model['kind']}, {model['bytes_per_token']} bytes of KV per token\n"
+    )
+    for reason in model["reasons"]:
+        sys.stdout.write(f"  {reason}\n")
+    colour_console().print(layer_table(model))
 
 
 def _models() -> Iterator[str]:

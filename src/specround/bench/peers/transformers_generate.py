@@ -2,43 +2,42 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers import AutoModelForCausalLM, GenerationConfig, StoppingCriteria
 
-from specround.bench.settings import PeerCheckpoint
 from specround.bench.variants import Role, Run, TokenIds
+
+if TYPE_CHECKING:
+    from specround.models.causal_lm import CausalModel
 
 
 class TransformersModel:
-    """A model loaded by transformers.
+    """A model as transformers runs it.
 
     Args:
-        checkpoint: Its files.
-        dtype: Type of the weights.
+        checkpoint: Hugging Face directory to load. None = take over configuration and weights of `like`, copied:
+            transformers would dequantise a GGUF file to the same values.
+        like: The engine's model: for its dtype, its end-of-sequence ids and, without a checkpoint, its weights.
         device: Where it runs.
-        eos_token_ids: Ids that end a text; empty to ignore them.
         max_tokens: Tokens per prompt, at most.
+        ignore_eos: Generate `max_tokens` tokens whatever they are.
     """
 
     def __init__(
-        self,
-        checkpoint: PeerCheckpoint,
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
-        eos_token_ids: Sequence[int],
-        max_tokens: int,
+        self, checkpoint: Path | None, like: CausalModel, *, device: torch.device, max_tokens: int, ignore_eos: bool
     ) -> None:
-        self.eos_token_ids, self.max_tokens, self.device = tuple(eos_token_ids), max_tokens, device
-        files = {} if checkpoint.gguf_file is None else {"gguf_file": checkpoint.gguf_file}
+        self.eos_token_ids = () if ignore_eos else tuple(like.eos_token_ids)
+        self.max_tokens, self.device = max_tokens, device
         with _quiet():
-            self.module: Any = AutoModelForCausalLM.from_pretrained(str(checkpoint.directory), dtype=dtype, **files)
+            self.module: Any = _copied(like) if checkpoint is None else _loaded(checkpoint, like.dtype)
         self.module.to(device).eval()
         self.module.generation_config = GenerationConfig(**self._settings())
 
@@ -75,8 +74,14 @@ class TransformersVariant:
         pad = self._config.pad_token_id
         ids = torch.tensor([[pad] * (longest - len(prompt)) + list(prompt) for prompt in prompts])
         mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
-        forwards: list[float] = []
-        hook = module.register_forward_hook(lambda *_: forwards.append(time.perf_counter()))
+        num_forwards = 0
+
+        def count(*_: object) -> None:
+            nonlocal num_forwards
+            num_forwards += 1
+
+        first = _FirstRound()
+        hook = module.register_forward_hook(count)
         try:
             with torch.no_grad(), _quiet():
                 started = time.perf_counter()
@@ -84,6 +89,7 @@ class TransformersVariant:
                     ids.to(self._model.device),
                     attention_mask=mask.to(self._model.device),
                     generation_config=self._config,
+                    stopping_criteria=[first],
                 )
                 generated = output[:, longest:].tolist()
                 ended = time.perf_counter()
@@ -93,9 +99,9 @@ class TransformersVariant:
         return Run(
             token_ids=token_ids,
             seconds=ended - started,
-            decode_seconds=ended - forwards[0],
-            decode_tokens=sum(len(tokens) - 1 for tokens in token_ids),
-            rounds=len(forwards) * len(prompts),
+            decode_seconds=ended - first.seconds,
+            decode_tokens=sum(max(0, len(tokens) - (first.length - longest)) for tokens in token_ids),
+            rounds=num_forwards * len(prompts),
         )
 
     def _until_end(self, tokens: list[int]) -> TokenIds:
@@ -104,6 +110,29 @@ class TransformersVariant:
             if token in self._model.eos_token_ids:
                 return tuple(tokens[:place])
         return tuple(tokens)
+
+
+class _FirstRound(StoppingCriteria):  # type: ignore[misc]
+    """Notes when the first round was over and how long the rows were then; it stops nothing."""
+
+    def __init__(self) -> None:
+        self.seconds, self.length = 0.0, 0
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **others: Any) -> torch.Tensor:
+        if not self.length:
+            self.seconds, self.length = time.perf_counter(), input_ids.shape[1]
+        return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
+
+
+def _loaded(checkpoint: Path, dtype: torch.dtype) -> Any:
+    return AutoModelForCausalLM.from_pretrained(str(checkpoint), dtype=dtype, local_files_only=True)
+
+
+def _copied(like: CausalModel) -> Any:
+    config = copy.deepcopy(like.config)
+    module = AutoModelForCausalLM.from_config(config, dtype=like.dtype, attn_implementation="sdpa")
+    module.load_state_dict(like.named_parameters())
+    return module
 
 
 @contextmanager
