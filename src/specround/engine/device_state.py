@@ -45,19 +45,19 @@ class DeviceState:
         row = request.req_idx
         tokens = uploader.upload(request.token_ids)
         self.token_history[row, : tokens.shape[0]] = tokens
-        self.num_computed_tokens[row] = 0
-        self.num_allocated_slots[row] = 0
+        self.num_computed_tokens[row].fill_(0)
+        self.num_allocated_slots[row].fill_(0)
         self.block_tables[row].zero_()
         self.draft_token_ids[row].fill_(-1)
-        self.limits[row] = request.limit
-        self.seeds[row] = request.seed - 2**64 if request.seed >= 2**63 else request.seed
-        self.sampling.temperature[row] = request.temperature
+        self.limits[row].fill_(request.limit)
+        self.seeds[row].fill_(request.seed - 2**64 if request.seed >= 2**63 else request.seed)
+        self.sampling.temperature[row].fill_(request.temperature)
 
     def leave(self, req_idx: int) -> None:
         """Empty a row: its table names the null block only, so a late write touches no live state."""
         self.block_tables[req_idx].zero_()
-        self.num_allocated_slots[req_idx] = 0
-        self.num_computed_tokens[req_idx] = 0
+        self.num_allocated_slots[req_idx].fill_(0)
+        self.num_computed_tokens[req_idx].fill_(0)
         self.draft_token_ids[req_idx].fill_(-1)
 
     def append_blocks(self, updates: tuple[BlockUpdate, ...], uploader: Uploader) -> None:
