@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 
 import pytest
 
 from specround.cli import main
+from specround.contract import ModelError
+from tiny_models import tiny_model
 
 GENERATE = ("generate", "--model", "/no/such/model", "--prompt", "a")
 
@@ -35,6 +38,12 @@ GENERATE = ("generate", "--model", "/no/such/model", "--prompt", "a")
         ((*GENERATE, "--speculative-config", '{"method": "ngram", "num_speculative_tokens": 0}'), "an integer >= 1"),
         ((*GENERATE, "--speculative-config", '{"method": "ngram", "num_speculative_tokens": 2, "n": 3}'), "lookup_max"),
         ((*GENERATE, "--block-size", "0"), "block_size=0"),
+        ((*GENERATE, "--block-size", "1000000000"), "block_size=1000000000"),
+        (GENERATE, "model='/no/such/model'"),
+        ((*GENERATE, "--model", ""), "model=''"),
+        ((*GENERATE, "--dtype", "float8"), "dtype='float8'"),
+        ((*GENERATE, "--quantization", "int3"), "quantization='int3'"),
+        (("models", "./no-such-model"), "./no-such-model"),
         ((*GENERATE, "--device", "abacus"), "abacus"),
         (("fetch", "nonsense"), "smollm2"),
         (("models", "nonsense"), "nonsense"),
@@ -49,12 +58,67 @@ def test_usage_errors(specround, arguments, names):
     assert names in result.err
 
 
-def test_missing_model_is_a_failure(specround):
-    """A model that cannot be loaded is exit code 1 and one line; --debug adds the traceback."""
-    result = specround(*GENERATE)
-    assert (result.code, result.out, len(result.err.splitlines())) == (1, "", 1)
-    assert result.err.startswith("specround: error: model='/no/such/model'")
-    assert "Traceback" in specround(*GENERATE, "--debug").err
+def test_debug_shows_the_traceback(specround):
+    """--debug adds the traceback to an error and keeps its exit code."""
+    result = specround(*GENERATE, "--debug")
+    assert result.code == 2
+    assert "Traceback" in result.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "word"),
+    [
+        (("--quantization", "int8"), 2, "quantization='int8'"),
+        (("--max-model-len", "5000"), 2, "max_model_len=5000"),
+        (
+            ("--speculative-config", '{"method": "draft_model", "model": "/none", "num_speculative_tokens": 2}'),
+            2,
+            "/none",
+        ),
+        (("--device", "cpu"), 1, "config.json"),
+    ],
+)
+def test_settings_that_do_not_fit_the_model(specround, capsys, tmp_path, arguments, code, word):
+    """What the user wrote and the model does not offer is exit code 2; a file that cannot be loaded is 1."""
+    tiny_model(tmp_path, "olmo2")
+    capsys.readouterr()  # transformers shows progress while it saves
+    if code == 1:
+        (tmp_path / "config.json").write_text("{")
+    result = specround("generate", "--model", str(tmp_path), "--prompt", "a", *arguments)
+    assert (result.code, result.out, len(result.err.splitlines())) == (code, "", 1)
+    assert word in result.err
+
+
+def test_a_download_that_fails_is_no_usage_error(specround, monkeypatch):
+    """A hub id that cannot be downloaded, and a packaged model that cannot be fetched, are exit code 1."""
+
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise OSError("no network")
+
+    def fail(alias: str, on_progress: object) -> None:
+        raise ModelError("model", alias, "downloadable")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", refuse)
+    monkeypatch.setattr("specround.models.sources.installed_model_path", lambda package: None)
+    monkeypatch.setattr("specround.models.fetch.fetch_model", fail)
+    for arguments in (("generate", "--model", "org/name", "--prompt", "a"), ("fetch", "smollm2")):
+        result = specround(*arguments)
+        assert (result.code, len(result.err.splitlines())) == (1, 1)
+        assert "download" in result.err
+
+
+@pytest.mark.parametrize(
+    ("source", "word"), [("def oops(:\n", "SyntaxError"), ("import sys; sys.exit(7)\n", "SystemExit: 7")]
+)
+def test_a_speculator_module_that_fails(specround, monkeypatch, tmp_path, source, word):
+    """A broken module of the working directory is exit code 2 in one line, whatever it does when it is imported."""
+    (tmp_path / "failing_speculator.py").write_text(source)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    config = '{"method": "failing_speculator:Config", "num_speculative_tokens": 2}'
+    result = specround(*GENERATE, "--speculative-config", config)
+    assert (result.code, result.out, len(result.err.splitlines())) == (2, "", 1)
+    assert word in result.err
 
 
 @pytest.mark.parametrize("command", [(), ("generate",), ("models",), ("fetch",), ("bench",), ("demo",)])
@@ -157,6 +221,45 @@ def test_as_a_process(model):
     assert finished.returncode == 1
     assert [set(json.loads(line)) >= {"text"} for line in finished.stdout.splitlines()] == [True, False]
     assert finished.stderr.startswith("specround: error: request 1: ")
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="the shell closes the descriptors")
+def test_streams_that_are_closed(model):
+    """Without a stdout there is one line of error and exit code 1; without a stderr the text is still written."""
+
+    def run(redirection: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "specround.cli", "generate", "--model", model, "--prompt", "a", "--stats"]
+        shell = ["sh", "-c", f'exec "$@" {redirection}', "sh", *command, "--max-tokens", "2"]
+        return subprocess.run(shell, capture_output=True, text=True, check=False)
+
+    closed, silent, usual = run(">&-"), run("2>&-"), run("")
+    assert (closed.returncode, closed.stderr) == (1, "specround: error: stdout is closed\n")
+    assert (silent.returncode, silent.stdout, silent.stderr) == (0, usual.stdout, "")
+    assert "tokens/s" in usual.stderr
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+def test_a_stdout_that_is_full():
+    """Output that cannot be written is one line of error and exit code 1, without a second one at exit."""
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-m", "specround.cli", "models"]
+        finished = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert finished.returncode == 1
+    assert finished.stderr.startswith("specround: error: OSError: ")
+    assert len(finished.stderr.splitlines()) == 1
+
+
+def test_threads_do_not_spin():
+    """Threads wait passively unless the user chose otherwise; this is decided before torch is imported."""
+    code = (
+        "import os, sys; from specround.cli import main; main(['--version']); "
+        "print(os.environ['OMP_WAIT_POLICY'], 'torch' in sys.modules)"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
+    for given, expected in (({}, "PASSIVE False"), ({"OMP_WAIT_POLICY": "ACTIVE"}, "ACTIVE False")):
+        command = [sys.executable, "-c", code]
+        finished = subprocess.run(command, env=environment | given, capture_output=True, text=True, check=True)
+        assert finished.stdout.splitlines()[-1] == expected
 
 
 def test_help_loads_no_torch():

@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 
 from specround import LLM, SamplingParams
+from specround.cli.requests import requests_of_lines
 
 SUFFIX_TREE = json.dumps({"method": "suffix_tree", "num_speculative_tokens": 6})
-EXAMPLES = Path(__file__).parents[2] / "examples"
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
 class Terminal(io.StringIO):
@@ -222,13 +223,99 @@ def test_results_do_not_cut_through_the_bar(model, monkeypatch, capsys):
 def test_dotted_method_in_the_working_directory(specround, model, monkeypatch):
     """A speculator in a module of the working directory can be named, and the text stays the same."""
     monkeypatch.chdir(EXAMPLES)
-    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if Path(path).resolve() != EXAMPLES])
+    monkeypatch.delitem(sys.modules, "tree_speculator", raising=False)
     flags = ("generate", "--model", model, "--prompt", "1 2 3 1 2 3 1 2", "--max-tokens", "8")
     config = json.dumps({"method": "tree_speculator:RecallConfig", "num_speculative_tokens": 6})
     drafted = specround(*flags, "--speculative-config", config)
     assert drafted == specround(*flags)
     assert drafted.code == 0
-    assert os.getcwd() == sys.path[-1]
+    assert sys.path[-1] == os.getcwd()
+
+
+def test_the_working_directory_comes_last_and_once(monkeypatch, tmp_path):
+    """It goes behind installed packages, stays where the user already put it, and may have been removed."""
+    from specround.cli.search_path import add_working_directory
+
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path)
+    here = os.getcwd()
+    for before, after in ((["a", "b"], ["a", "b", here]), (["a", here, "b"], ["a", here, "b"])):
+        monkeypatch.setattr(sys, "path", list(before))
+        for _ in range(2):
+            add_working_directory()
+            assert sys.path == after
+    if sys.platform != "win32":
+        monkeypatch.chdir(tmp_path / "gone")
+        (tmp_path / "gone").rmdir()
+        add_working_directory()
+        assert sys.path == after
+        os.chdir(tmp_path)
+
+
+@pytest.mark.parametrize("way", ["same name", "link", "stdin"])
+def test_prompts_are_not_overwritten(specround, monkeypatch, tmp_path, way):
+    """An output that is the file of the prompts is refused before any work, and the file stays as it was."""
+    source, output, prompts = tmp_path / "in.jsonl", tmp_path / "in.jsonl", str(tmp_path / "in.jsonl")
+    source.write_text('{"prompt": "a"}\n')
+    if way == "link":
+        output = tmp_path / "link.jsonl"
+        output.symlink_to(source)
+    with source.open() as stdin:
+        if way == "stdin":
+            monkeypatch.setattr(sys, "stdin", stdin)
+            prompts = "-"
+        result = specround("generate", "--model", "/none", "--prompts", prompts, "--output", str(output))
+    assert (result.code, result.out) == (2, "")
+    assert "argument --output: " in result.err
+    assert "--prompts" in result.err
+    assert source.read_text() == '{"prompt": "a"}\n'
+
+
+def test_numbers_avoid_given_ids():
+    """Ids stay unique: a line without one gets its number, or the next that no line, earlier or later, has."""
+    given = [None, 5, None, "3", None, None, 0, None, 5, None, 9]
+    lines = [json.dumps({"prompt": "a"} | ({} if name is None else {"id": name})).encode() for name in given]
+    requests = requests_of_lines([*lines, b"{oops"], SamplingParams())
+    ids = [request.id for request in requests]
+    assert ids == [1, 5, 2, "3", 4, 6, 0, 7, 8, 10, 9, 11]
+    assert [request.id for request in requests if request.error is not None] == [8, 11]
+    assert "id=5: must be unique in the batch" in str(requests[8].error)
+
+
+class Narrow(io.TextIOWrapper):
+    """A stdout of ASCII, as under the C locale."""
+
+    def __init__(self) -> None:
+        super().__init__(io.BytesIO(), encoding="ascii", errors="strict")
+
+    @property
+    def text(self) -> str:
+        self.flush()
+        return self.buffer.getvalue().decode("ascii")
+
+
+@pytest.mark.parametrize("form", ["text", "jsonl"])
+def test_text_that_stdout_cannot_express(model, monkeypatch, tmp_path, form):
+    """Nothing is lost or fails on a narrow stdout: text is escaped, and JSON lines stay JSON with the same values."""
+    from specround.cli import main
+
+    names = ["grün", "\ud800"]
+    lines = [json.dumps({"prompt": "a", "id": name, "max_tokens": 2}) for name in names]
+    (tmp_path / "in.jsonl").write_text("\n".join(lines))
+    arguments = ["generate", "--model", model, "--prompts", str(tmp_path / "in.jsonl"), "--format", form]
+    narrow = Narrow()
+    monkeypatch.setattr(sys, "stdout", narrow)
+    assert main(arguments) == 0
+    if form == "text":
+        assert "--- request gr\\xfcn ---" in narrow.text
+        assert "--- request \\ud800 ---" in narrow.text
+        return
+    assert [line["id"] for line in lines_of(narrow.text)] == names
+    assert main([*arguments, "--output", str(tmp_path / "out.jsonl")]) == 0
+    written = (tmp_path / "out.jsonl").read_text(encoding="utf-8")
+    assert [line["id"] for line in lines_of(written)] == names
+    assert '"grün"' in written
 
 
 def test_hook_failure_fails_every_request(specround, model, monkeypatch, tmp_path):

@@ -90,6 +90,6 @@ def test_speculators_and_models_are_told_apart(specround, model, monkeypatch, tm
 
 
 def test_a_model_that_is_not_there(specround):
-    """A path without a model is a failure in one line."""
+    """A path without a model is refused in one line."""
     result = specround("models", "./no-such-model")
-    assert (result.code, result.out, len(result.err.splitlines())) == (1, "", 1)
+    assert (result.code, result.out, len(result.err.splitlines())) == (2, "", 1)

@@ -157,6 +157,59 @@ def test_broken_paths_are_refused_with_the_reason(path: str, word: str) -> None:
     assert word in str(caught.value)
 
 
+BROKEN = {
+    "syntax": ("def oops(:\n", "SyntaxError: "),
+    "arithmetic": ("1 / 0\n", "ZeroDivisionError: division by zero"),
+    "leaves": ("import sys\nsys.exit(3)\n", "SystemExit: 3"),
+    "import": ("import acme_nothing\n", "No module named 'acme_nothing'"),
+    "attribute": ("def __getattr__(name):\n    raise KeyError(name)\n", "KeyError: "),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_module_that_cannot_be_imported(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever a module does when it is imported is a ConfigError that names the method and the cause."""
+    source, word = BROKEN[name]
+    (tmp_path / "acme_broken.py").write_text(source)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "acme_broken", raising=False)
+    with pytest.raises(ConfigError, match=r"method='acme_broken:Config': must be importable \(") as caught:
+        find_speculator("acme_broken:Config")
+    assert word in str(caught.value)
+    assert isinstance(caught.value.__cause__, (Exception, SystemExit))
+    sys.modules.pop("acme_broken", None)
+
+
+@pytest.mark.usefixtures("plugin")
+def test_an_entry_point_whose_module_fails(tmp_path: Path) -> None:
+    """An installed plugin that raises while it is imported is refused by name as well."""
+    (tmp_path / "acme_speculator.py").write_text("1 / 0\n")
+    with pytest.raises(ConfigError, match=r"method='plugin': must be loadable .*\(ZeroDivisionError: division"):
+        find_speculator("plugin")
+
+
+def test_what_a_module_refuses_itself_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A ConfigError raised during the import, here for a name that is taken, already says what to change."""
+    register_speculator("mine")(Mine)
+    (tmp_path / "acme_taken.py").write_text(
+        "from specround.contract import SpeculatorConfig, register_speculator\n"
+        "@register_speculator('mine')\n"
+        "class Config(SpeculatorConfig):\n"
+        "    pass\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(ConfigError, match="method='mine': must be a name that is not registered yet"):
+        find_speculator("acme_taken:Config")
+
+
+def test_an_interrupt_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C while a module is imported is no error of the module."""
+    (tmp_path / "acme_interrupted.py").write_text("raise KeyboardInterrupt\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(KeyboardInterrupt):
+        find_speculator("acme_interrupted:Config")
+
+
 def test_an_unknown_method_lists_the_known_ones_and_guesses() -> None:
     """A typo gets the closest name; a name like no other gets the list alone."""
     register_speculator("suffix_forest")(Mine)

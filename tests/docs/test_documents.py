@@ -119,6 +119,25 @@ def test_every_setting_is_named_in_the_readme(document):
     assert not {field.name for config in configs for field in dataclasses.fields(config)} - named
 
 
+def test_limits_in_the_readme_are_those_of_the_code(document):
+    """The README's table of settings has the caps, defaults and model types that the code has."""
+    from specround.engine.config import MAX_NUM_DRAFTS, MAX_SETTING, EngineConfig
+    from specround.models.fusion import FUSED_MODEL_TYPES
+
+    text = document("README.md")
+    rows = dict(re.findall(r"^\| (`\w+`(?: or `\w+`)?) \| (.*) \|$", text, re.MULTILINE))
+    assert (MAX_SETTING["max_num_batched_tokens"], MAX_SETTING["num_blocks"]) == (2**20, 2**24)
+    assert f"at most {MAX_NUM_DRAFTS}; trees have at most 63" in text
+    for name in ("max_num_seqs", "block_size"):
+        assert f"1 to {MAX_SETTING[name]}" in rows[f"`{name}`"]
+    assert "2^20" in rows["`max_num_batched_tokens`"]
+    assert "2^24" in rows["`kv_cache_memory_bytes` or `num_blocks`"]
+    assert all(f"`{name}`" in rows["`quantization`"] for name in FUSED_MODEL_TYPES)
+    defaults = {field.name: field.default for field in dataclasses.fields(EngineConfig)}
+    for name in ("max_num_seqs", "max_num_batched_tokens", "block_size", "seed", "cuda_graphs", "record_rounds"):
+        assert rows[f"`{name}`"].endswith(f"| {defaults[name]}"), name
+
+
 def test_refused_parameters_are_named_in_the_readme(document):
     """The README lists every sampling parameter that is refused today."""
     from specround.engine.sampling_params import _NOT_YET

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 from plain_reference import Ask, PlainReference, check_at_rest
 
@@ -107,7 +108,12 @@ def test_nothing_to_do(llm: LLM) -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"temperature": -0.1}, "temperature=-0.1: must be a finite number >= 0"),
+        ({"temperature": -0.1}, "temperature=-0.1: must be a number from 0 to 1000000"),
+        ({"temperature": 1e39}, r"temperature=1e\+39: must be a number from 0 to 1000000"),
+        ({"temperature": 1000000.5}, "temperature=1000000.5"),
+        ({"temperature": 10**400}, "temperature=1000"),
+        ({"temperature": 10**5000}, "temperature=<int>: must be"),
+        ({"temperature": -math.inf}, "temperature=-inf"),
         ({"temperature": math.nan}, "temperature=nan"),
         ({"temperature": math.inf}, "temperature=inf"),
         ({"temperature": "hot"}, "temperature='hot'"),
@@ -131,6 +137,10 @@ def test_nothing_to_do(llm: LLM) -> None:
         ({"n": 2}, "n=2: must be 1: other values are not supported yet"),
         ({"n": 0}, "n=0"),
         ({"top_p": 0.9}, "top_p=0.9: must be 1.0"),
+        ({"top_p": np.array([0.9, 1.0])}, "top_p=array.*must be 1.0"),
+        ({"top_p": np.float64(0.9)}, "top_p=.*0.9"),
+        ({"top_p": True}, "top_p=True"),
+        ({"top_p": math.nan}, "top_p=nan"),
         ({"top_k": 5}, "top_k=5"),
         ({"min_p": 0.1}, "min_p=0.1"),
         ({"presence_penalty": 1.0}, "presence_penalty=1.0"),
@@ -142,6 +152,13 @@ def test_nothing_to_do(llm: LLM) -> None:
         ({"logprobs": 5}, "logprobs=5"),
         ({"prompt_logprobs": 1}, "prompt_logprobs=1"),
         ({"logit_bias": {1: 2.0}}, "logit_bias"),
+        ({"logit_bias": np.zeros(3)}, "logit_bias=array"),
+        ({"bad_words": np.array([])}, "bad_words=array"),
+        *(
+            ({name: value}, f"{name}={value!r}: must be True or False")
+            for name in ("ignore_eos", "detokenize", "include_stop_str_in_output", "skip_special_tokens")
+            for value in ("no", 1, None)
+        ),
         ({"allowed_token_ids": [1]}, "allowed_token_ids"),
         ({"structured_outputs": {"json": "{}"}}, "structured_outputs"),
     ],
@@ -153,7 +170,14 @@ def test_bad_sampling_params(values: dict[str, Any], message: str) -> None:
         SamplingParams(**values)
 
 
-@pytest.mark.parametrize("values", [{"top_k": -1}, {"bad_words": []}, {"stop": []}, {"stop": None}, {"seed": -(2**70)}])
+@pytest.mark.parametrize(
+    "values",
+    [
+        *({"top_k": -1}, {"top_p": 1}, {"top_p": np.float32(1)}, {"bad_words": []}, {"stop": []}, {"stop": None}),
+        *({"seed": -(2**70)}, {"temperature": 1e6}, {"temperature": 1e-30}, {"temperature": np.float64(0.5)}),
+    ],
+    ids=str,
+)
 def test_neutral_values_are_accepted(values: dict[str, Any], llm: LLM) -> None:
     """What asks for nothing is no error; any integer is a seed."""
     llm.generate(ids(5), SamplingParams(max_tokens=2, **values))
@@ -217,6 +241,30 @@ BAD_SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
     "unknown device": ({"device": "tpu"}, "device='tpu'"),
     "graphs on a CPU": ({"cuda_graphs": True, "device": "cpu"}, "cuda_graphs=True: must be False on a CPU"),
     "seed": ({"seed": "x"}, "seed='x'"),
+    **{
+        f"{name} that is {value!r}": ({name: value}, f"{name}={value!r}: must be True")
+        for name in ("async_scheduling", "check_values", "record_rounds", "cuda_graphs")
+        for value in ("no", 1, 0)
+    },
+    "cuda_graphs that is None": ({"cuda_graphs": None}, "cuda_graphs=None: must be True or False"),
+    "huge pool": ({"num_blocks": 10**12}, "num_blocks=1000000000000: must be at most 16777216"),
+    "pool above the memory": (
+        {"num_blocks": 2**24, "block_size": 4096},
+        "num_blocks=16777216: must be smaller: a KV pool of 16777216 blocks .* cpu has [0-9]+ bytes free",
+    ),
+    "huge memory": ({"kv_cache_memory_bytes": 10**16}, "kv_cache_memory_bytes=10000000000000000: must be at most"),
+    "memory above the machine's": (
+        {"kv_cache_memory_bytes": 10**13, "block_size": 4096},
+        "kv_cache_memory_bytes=10000000000000: must be smaller: a KV pool of .* bytes free",
+    ),
+    "huge crowd": ({"max_num_seqs": 10**9}, "max_num_seqs=1000000000: must be at most 4096"),
+    "huge steps": ({"max_num_batched_tokens": 10**9}, "max_num_batched_tokens=1000000000: must be at most 1048576"),
+    "huge blocks": ({"block_size": 10**9}, "block_size=1000000000: must be at most 4096"),
+    "huge K": (
+        {"speculative_config": NGRAM | {"num_speculative_tokens": 10**10}},
+        "num_speculative_tokens=10000000000: must be at most 4096",
+    ),
+    "quantization": ({"quantization": "int3"}, "quantization='int3': must be None, 'int8' or 'int4'"),
 }
 
 

@@ -68,9 +68,8 @@ def test_results_are_really_late(speaking: PlainReference) -> None:
     """The switch works: the second step is scheduled before the first one's tokens are delivered."""
     delivered = {}
     for late in (False, True):
-        core = LLM(speaking.path, async_scheduling=late).engine.core
-        stream = LLM(speaking.path, async_scheduling=late)
-        core = stream.engine.core
-        core.add(stream._inputs.build("a", (5, 6), SamplingParams(temperature=0, max_tokens=4), 0))
+        llm = LLM(speaking.path, async_scheduling=late)
+        core = llm.engine.core
+        core.add(llm._inputs.build("a", (5, 6), SamplingParams(temperature=0, max_tokens=4), 0))
         delivered[late] = [len(core.step()) for _ in range(2)]
     assert delivered == {False: [1, 1], True: [0, 1]}

@@ -13,7 +13,7 @@ from specround import LLM
 LATE = pytest.mark.parametrize("late", [False, True], ids=["in-time", "late"])
 WIDTH = pytest.mark.parametrize("width", [1, 2], ids=["chain", "tree"])
 DRAFTS, VOCAB = 6, 24
-LENGTHS = ((3, 12), (1, 14), (17, 9), (2, 3), (9, 16), (5, 1), (30, 8), (4, 11))
+LENGTHS = ((3, 12), (1, 14), (17, 9), (2, 3), (9, 16), (5, 1), (30, 8), (4, 11), (40, 9), (6, 30))
 ASKS = {
     f"r{n}": Ask(
         tuple((7 * n + 5 * i + i * i) % VOCAB for i in range(length)), tokens, (0.0, 0.8, 1.7)[n % 3], n * (2**61 + 1)
@@ -52,15 +52,23 @@ def run(target: PlainReference, late: bool, **values: object) -> list[StepRecord
 @LATE
 @WIDTH
 def test_every_view_of_every_step(width: int, late: bool, target: PlainReference) -> None:
-    """Each field of PlanView, VerifyOutput, AcceptResult, StepObservation and ProposeView equals what follows from the
-    requests' tokens, and logits and hidden states those of Hugging Face, in mixed batches."""
+    """Each field of each view equals what follows from the tokens; logits and hidden states are Hugging Face's."""
     oracle = ViewOracle(target, ASKS, DRAFTS)
     for record in run(target, late, width=width):
         assert record.plan_kind == ("chain" if width == 1 else "tree")
         oracle.check(record)
-    expected = {"chunk", "ending prefill", "decode", "mixed phases", "mixed sampling", "greedy only", "accepted"}
+    expected = {"chunk beside decode", "ending prefill beside decode", "mixed sampling", "greedy only", "accepted"}
     expected |= {"logits rows", "hidden rows", "observations"} | ({"moved rows"} if width == 2 else set())
     assert {name for name in expected if oracle.seen[name] > 0} == expected, oracle.seen
+
+
+def test_verify_output_names_the_root_of_an_ending_prefill(target: PlainReference) -> None:
+    """VerifyOutput.num_computed_tokens is the root's position, as documented, also in the step that ends a prefill."""
+    for record in run(target, late=False, width=1):
+        proposal, started = record.proposal, {slot: tokens for _, slot, tokens in record.started}
+        for r, slot in enumerate(record.plan.req_idx.tolist()):
+            if slot in started and int(record.plan.max_rows[r]) == 1 and proposal.num_rows[r] > 1:
+                assert int(record.output.num_computed_tokens[r]) == len(started[slot]) - 1
 
 
 def test_undeclared_hidden_states_are_not_given(target: PlainReference) -> None:

@@ -81,7 +81,9 @@ class ViewOracle:
             whole = (*self.asks[name].prompt, *self._answer(self.asks[name]))
             assert tokens == whole[: len(tokens)]
             self.live[slot] = Live(self.asks[name], whole, len(tokens))
-        places = [self._place(*pair) for pair in zip(record.plan.req_idx.tolist(), record.proposal.num_rows, strict=True)]
+        places = [
+            self._place(*pair) for pair in zip(record.plan.req_idx.tolist(), record.proposal.num_rows, strict=True)
+        ]
         self._count_phases(places)
         self._check_plan_view(record.plan, places)
         self._check_output(record.output, record.verified, places)
@@ -90,6 +92,7 @@ class ViewOracle:
         committed = record.proposal.result.num_committed.tolist()
         for place, count in zip(places, committed, strict=True):
             place.live.computed += place.prefix + count
+        assert record.proposal.max_rows.tolist() == record.plan.max_rows.tolist()
         self._check_proposal(record.proposal, places, committed)
 
     def _answer(self, ask: Ask) -> tuple[int, ...]:
@@ -114,7 +117,8 @@ class ViewOracle:
             decode = place.live.computed >= place.live.prefill_end
             phases.add("decode" if decode else "chunk" if place.root is None else "ending prefill")
         self.seen.update(phases)
-        self.seen["mixed phases"] += len(phases) == 3
+        for phase in phases - {"decode"}:
+            self.seen[f"{phase} beside decode"] += "decode" in phases
         self.seen["mixed sampling"] += len({place.sampled for place in places if place.root is not None}) == 2
         self.seen["greedy only"] += not any(place.sampled for place in places)
 

@@ -50,7 +50,8 @@ long ones after. Texts do not depend on the batch, on chunks or on speculation. 
 length gets exactly transformers' result. Past it, keys keep the rotation they were written with, as in transformers'
 decoding with a cache, token by token: such a request mixes both rotations, which these models were not trained for.
 `generate` avoids that: it rotates a long prompt with the long factors from its first token, and computes the cache
-again when a request crosses the original length. Until that is done here, set `max_model_len` to the original length.
+again when a request crosses the original length. That is not done here, so with `longrope` `max_model_len` is the
+original length unless you set another one.
 
 ## GGUF
 

@@ -34,11 +34,22 @@ class Reference:
 
 @dataclass
 class Comparison:
-    """What a run found."""
+    """What a run found.
+
+    Attributes:
+        worst: Largest error of a cache entry.
+        compared: Committed slots that were compared, summed over steps.
+        tree_moves: Accepted rows that did not stand in their chain slot and had to be moved there.
+    """
 
     worst: float = 0.0
     compared: int = 0
     tree_moves: int = 0
+
+    def check(self, *, least: int = 1) -> None:
+        """Something was compared, and nothing was worse than the tolerance."""
+        assert self.compared >= least, "nothing was compared"
+        assert self.worst <= TOLERANCE, self
 
 
 def params(temperature: float, tokens: int, seed: int) -> SamplingParams:
@@ -65,7 +76,7 @@ def run_and_compare(
     """Generate step by step; after every step compare each live request's slots in every layer with the references.
 
     Args:
-        llm: Fresh engine.
+        llm: Fresh engine that records rounds.
         references: Target, then drafters, in the order of their layers in the cache.
         prompts: Token ids.
         sampling: One for each.
@@ -79,6 +90,8 @@ def run_and_compare(
     while core.has_work:
         for update in core.step():
             outputs[update.request_id] += update.new_token_ids
+            if update.trace is not None:
+                found.tree_moves += sum(column != place for place, column in enumerate(update.trace.path))
         compare_live(core, references, found)
     pool = core.scheduler.pool
     assert pool.num_free == pool.num_total, "blocks leaked"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 import traceback
@@ -13,10 +14,12 @@ from specround.cli.fetch import add_parser as add_fetch
 from specround.cli.generate import add_parser as add_generate
 from specround.cli.models import add_parser as add_models
 from specround.cli.parser import Parser, UsageError
-from specround.contract.errors import ConfigError, SpecRoundError
+from specround.contract.errors import ConfigError, ModelError, SpecRoundError
 from specround.version import __version__
 
 OK, FAILURE, USAGE, INTERRUPTED = 0, 1, 2, 130
+
+_MODEL_SETTINGS = ("model", "dtype", "quantization")
 
 _DESCRIPTION = """\
 Speculative decoding in which a speculator owns the whole round: which tokens to verify, which to keep, how many.
@@ -30,7 +33,8 @@ examples:
   specround bench --per-kind 1
 """
 _EPILOG = """\
-exit codes: 0 done; 2 the command line or a setting is wrong; 1 anything else failed; 130 interrupted.
+exit codes: 0 done; 2 the command line or a setting is wrong, such as a model that is not there or a value that does
+not fit the model; 1 anything else failed, such as a download or a broken file; 130 interrupted.
 `specround COMMAND --help` explains a command.
 """
 
@@ -55,6 +59,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit code: 0 ok, 2 usage, 1 failure, 130 interrupted.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
+    # Before torch starts its threads: by default they spin while they wait, and on a busy computer two threads that
+    # spin take the processor from each other and from the one that has work.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    if not _prepare_streams():
+        return _fail("stdout is closed", FAILURE, debug=False)
     try:
         parsed = build_parser().parse_args(arguments)
         run: Callable[[object], int] = parsed.run
@@ -71,9 +80,36 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (UsageError, ConfigError) as error:
         return _fail(str(error), USAGE, "--debug" in arguments)
     except SpecRoundError as error:
-        return _fail(str(error), FAILURE, "--debug" in arguments)
+        code = USAGE if _is_wrong_setting(error) else FAILURE
+        return _fail(str(error), code, "--debug" in arguments)
+    except OSError as error:  # for example a full disk
+        _flush_or_silence()
+        return _fail(f"{type(error).__name__}: {error}", FAILURE, "--debug" in arguments)
     except Exception as error:  # a bug, or something the system refused: still one line
         return _fail(f"{type(error).__name__}: {error}", FAILURE, "--debug" in arguments)
+
+
+def _prepare_streams() -> bool:
+    """Make streams that lose no text; whether there is a stdout.
+
+    What the encoding of stdout cannot express is written as an escape. Python sets a stream to None when the process
+    starts without it; messages for a missing stderr go nowhere.
+    """
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - as long as the process
+    if sys.stdout is None:
+        return False
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
+    return True
+
+
+def _is_wrong_setting(error: SpecRoundError) -> bool:
+    """Whether a model was refused for what the user wrote: its name, its dtype or its quantization.
+
+    An error with a cause is the system's or the network's: the name may be right.
+    """
+    return isinstance(error, ModelError) and error.field in _MODEL_SETTINGS and error.__cause__ is None
 
 
 def _fail(message: str, code: int, debug: bool) -> int:
@@ -81,6 +117,14 @@ def _fail(message: str, code: int, debug: bool) -> int:
         traceback.print_exc()
     sys.stderr.write(f"specround: error: {' '.join(message.split())}\n")
     return code
+
+
+def _flush_or_silence() -> None:
+    """Write what stdout still holds; if it takes nothing any more, the interpreter must not try again."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        _silence_stdout()
 
 
 def _silence_stdout() -> None:

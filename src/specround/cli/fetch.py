@@ -34,6 +34,7 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
 def run(arguments: argparse.Namespace) -> int:
     """Fetch one model, unless it is installed or was fetched before."""
     from specround.cli.progress import fetch_bar, wants_progress
+    from specround.contract import ModelError, SpecRoundError
     from specround.models.fetch import fetch_model
     from specround.models.sources import MODEL_ALIASES, installed_model_path
 
@@ -41,7 +42,10 @@ def run(arguments: argparse.Namespace) -> int:
         raise UsageError(f"MODEL={arguments.alias!r}: must be one of {', '.join(sorted(MODEL_ALIASES))}")
     path = installed_model_path(MODEL_ALIASES[arguments.alias])
     if path is None:
-        with fetch_bar(wants_progress(arguments.progress)) as report:
-            path = fetch_model(arguments.alias, on_progress=report)
+        try:
+            with fetch_bar(wants_progress(arguments.progress)) as report:
+                path = fetch_model(arguments.alias, on_progress=report)
+        except ModelError as error:  # the alias is right: what failed is the download
+            raise SpecRoundError(str(error)) from error
     sys.stdout.write(f"{path}\n")
     return 0

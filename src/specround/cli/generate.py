@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
+import stat
 import sys
 import time
 from collections.abc import Iterator
@@ -43,6 +45,7 @@ NO_COLOR is set.
 """
 _ENGINE_SETTINGS = {
     "dtype": "dtype",
+    "quantization": "quantization",
     "max_model_len": "max_model_len",
     "max_num_seqs": "max_num_seqs",
     "max_num_batched_tokens": "max_num_batched_tokens",
@@ -92,6 +95,7 @@ def _add_sampling(group: Any) -> None:
 
 def _add_engine(group: Any) -> None:
     group.add_argument("--dtype", help="auto, float32, bfloat16 or float16 (auto: float32 on a CPU)")
+    group.add_argument("--quantization", help="int8 or int4 weights, on a CPU")
     group.add_argument("--max-model-len", type=int, help="longest request, prompt and output, in tokens")
     group.add_argument("--max-num-seqs", type=int, help="most requests at once (default: 16)")
     group.add_argument("--max-num-batched-tokens", type=int, help="most rows of a step (default: 512)")
@@ -107,7 +111,7 @@ def _add_engine(group: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Generate; 1 when a request failed."""
     as_json = (arguments.format or ("jsonl" if arguments.prompts is not None else "text")) == "jsonl"
-    _check_output(arguments.output)
+    _check_output(arguments.output, arguments.prompts)
     _check_speculator(arguments.speculative_config)
     requests = _read_requests(arguments, _sampling_params(arguments))
     if not requests:
@@ -125,10 +129,24 @@ def run(arguments: argparse.Namespace) -> int:
     return 1 if writer.num_failed else 0
 
 
-def _check_output(name: str) -> None:
+def _check_output(name: str, prompts: str | None) -> None:
     path = Path(name)
-    if name != "-" and (path.is_dir() or not path.parent.is_dir()):
+    if name == "-":
+        return
+    if path.is_dir() or not path.parent.is_dir():
         raise UsageError(f"argument --output: {name!r} must be a file in a directory that exists")
+    if prompts is not None and _is_same_file(prompts, path):
+        raise UsageError(f"argument --output: {name!r} must be another file than --prompts, which it would overwrite")
+
+
+def _is_same_file(prompts: str, output: Path) -> bool:
+    """Whether writing the output would overwrite the prompts, also through a link or a redirected stdin."""
+    try:
+        source = os.fstat(sys.stdin.fileno()) if prompts == "-" else os.stat(prompts)
+        target = output.stat()
+    except (OSError, ValueError, AttributeError):  # one of them does not exist, or stdin has no descriptor
+        return False
+    return stat.S_ISREG(target.st_mode) and os.path.samestat(source, target)
 
 
 def _check_speculator(config: dict[str, Any] | None) -> None:
@@ -187,7 +205,7 @@ def _open_output(name: str) -> Iterator[IO[str]]:
         yield sys.stdout
         return
     try:
-        file = open(name, "w", encoding="utf-8")  # noqa: SIM115 - closed below; only opening it is a usage error
+        file = open(name, "w", encoding="utf-8", errors="backslashreplace")  # noqa: SIM115 - closed below
     except OSError as error:
         raise UsageError(f"argument --output: cannot write {name!r} ({error.strerror})") from error
     with file:

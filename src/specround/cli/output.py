@@ -87,7 +87,7 @@ class OutputWriter:
 
     def _write_error(self, request: CliRequest, error: Exception) -> None:
         if self._as_json:
-            self._stream.write(json.dumps({"id": request.id, "error": str(error)}, ensure_ascii=False) + "\n")
+            self._stream.write(json_line({"id": request.id, "error": str(error)}, self._stream))
         sys.stderr.write(f"specround: error: request {request.id}: {' '.join(str(error).split())}\n")
 
     def _text(self, request: CliRequest, result: RequestOutput) -> str:
@@ -110,7 +110,22 @@ class OutputWriter:
                 "committed": metrics.committed,
             },
         }
-        return json.dumps(line, ensure_ascii=False) + "\n"
+        return json_line(line, self._stream)
+
+
+def json_line(value: object, stream: IO[str]) -> str:
+    """A value as a JSON line, with JSON's own escapes if the stream's encoding cannot express it.
+
+    Args:
+        value: What to write.
+        stream: Where to; only its encoding is looked at.
+    """
+    line = json.dumps(value, ensure_ascii=False)
+    try:
+        line.encode(getattr(stream, "encoding", None) or "utf-8")
+    except UnicodeEncodeError:
+        line = json.dumps(value)
+    return line + "\n"
 
 
 def colour_console(stream: IO[str] | None = None) -> Console:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import sys
 from collections.abc import Iterable, Sequence
@@ -22,7 +23,7 @@ class CliRequest:
     """One request of the command line or of a JSON line.
 
     Attributes:
-        id: What the output calls it: the line's "id", else its number from 0.
+        id: What the output calls it: the line's "id", else its number from 0, or the next one that no line has.
         body: One of "prompt", "prompt_token_ids" and "messages" with its value.
         params: How it is sampled.
         error: Why it is refused, or None.
@@ -88,37 +89,48 @@ def requests_of_lines(lines: Iterable[bytes], params: SamplingParams) -> list[Cl
         >>> requests_of_lines([b'{"prompt": "a", "max_tokens": 4}'], SamplingParams())[0].params.max_tokens
         4
     """
-    found: list[CliRequest] = []
+    parsed = [_parsed(line) for line in lines if line.strip()]
+    given = {fields["id"] for fields in parsed if isinstance(fields, dict) and _is_id(fields.get("id"))}
     taken: set[str | int] = set()
-    for line in lines:
-        if not line.strip():
-            continue
-        request = CliRequest(id=len(found))
-        found.append(request)
-        try:
-            fields = _json_object(line)
-            request.id = _id(fields.pop("id", None), request.id, taken)
-            request.body, request.params = _body(fields), _params(fields, params)
-        except RequestError as error:
-            request.error = error
-        taken.add(request.id)
-    return found
+    return [_request(number, fields, given, taken, params) for number, fields in enumerate(parsed)]
 
 
-def _json_object(line: bytes) -> dict[str, Any]:
+def _parsed(line: bytes) -> dict[str, Any] | RequestError:
     try:
         fields = json.loads(line.decode("utf-8"))
     except (ValueError, RecursionError) as error:
-        raise RequestError("line", line.decode("utf-8", "replace").strip(), f"a JSON object ({error})") from error
-    if not isinstance(fields, dict):
-        raise RequestError("line", fields, "a JSON object")
-    return fields
+        return RequestError("line", line.decode("utf-8", "replace").strip(), f"a JSON object ({error})")
+    return fields if isinstance(fields, dict) else RequestError("line", fields, "a JSON object")
+
+
+def _request(
+    number: int,
+    fields: dict[str, Any] | RequestError,
+    given: set[str | int],
+    taken: set[str | int],
+    params: SamplingParams,
+) -> CliRequest:
+    """The request of a line; `taken` are the ids of the lines before it, `given` those that any line brings."""
+    request = CliRequest(id=next(free for free in itertools.count(number) if free not in given and free not in taken))
+    try:
+        if isinstance(fields, RequestError):
+            raise fields
+        request.id = _id(fields.pop("id", None), request.id, taken)
+        request.body, request.params = _body(fields), _params(fields, params)
+    except RequestError as error:
+        request.error = error
+    taken.add(request.id)
+    return request
+
+
+def _is_id(value: object) -> bool:
+    return isinstance(value, (str, int)) and not isinstance(value, bool)
 
 
 def _id(given: object, number: str | int, taken: set[str | int]) -> str | int:
     if given is None:
         return number
-    if not isinstance(given, (str, int)) or isinstance(given, bool):
+    if not isinstance(given, (str, int)) or not _is_id(given):
         raise RequestError("id", given, "a string or an integer")
     if given in taken:
         raise RequestError("id", given, "unique in the batch")

@@ -2,41 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 
 from specround.contract import (
+    PLAN_KINDS,
     BaseSpeculator,
     ConfigError,
     PlanKind,
     SpecCapabilities,
     SpecResources,
     SpecRoundError,
+    SpeculatorConfig,
     SpeculatorError,
     parse_speculative_config,
 )
 from specround.engine.block_pool import BlockPool
-from specround.engine.config import EngineConfig
+from specround.engine.config import MAX_NUM_DRAFTS, MAX_SETTING, EngineConfig
 from specround.engine.core import EngineCore
 from specround.engine.device_state import DeviceState
 from specround.engine.draft_host import EngineDraftHost
 from specround.engine.graphs import RoundGraphs
 from specround.engine.kv_cache import KVCache, bytes_per_block
+from specround.engine.memory import allocation, free_memory
 from specround.engine.runner import Runner
 from specround.engine.scheduler import Scheduler, SchedulerLimits
 from specround.kernels.reference import PagedCommitKernel
 from specround.kernels.registry import KernelRegistry
 from specround.models.attention import KVShape
 from specround.models.causal_lm import CausalModel
+from specround.models.families import family_of
 from specround.models.pretrained import load_pretrained, resolve_dtype
 from specround.models.sources import resolve_model
 from specround.round import SpecRound, lower_resources
 
 _DEFAULT_CPU_KV_BYTES = 2 << 30
-_GPU_MEMORY_SHARE = 0.85
+_MEMORY_SHARE = 0.85
 
 Progress = Callable[[int, int, str], None]
 
@@ -74,40 +78,21 @@ def build_engine(config: EngineConfig, on_progress: Progress | None = None) -> E
         SpeculatorError: A hook of the speculator failed while it started.
     """
     speculation = None if config.speculative_config is None else parse_speculative_config(config.speculative_config)
-    declared = SpecResources(max_candidates=1)
-    if speculation is not None:
-        with _start_up_hook(speculation, "declare_resources"):
-            declared = speculation.declare_resources()
-    if isinstance(declared.hidden_states, tuple):
-        raise ConfigError(
-            "hidden_states", declared.hidden_states, "'none' or 'last': layer outputs are not offered yet"
-        )
+    declared = _declare(speculation)
     device = _resolve_device(config.device)
-    source = resolve_model(config.model)
     dtype = resolve_dtype(config.dtype if config.quantization is None else "bfloat16", device)
+    source = resolve_model(config.model)
     loaded = load_pretrained(source, dtype, device, on_progress=on_progress)
     model = CausalModel(loaded, quantization=config.quantization)
     max_model_len = _resolve_max_model_len(config, model)
     registry = KernelRegistry(() if speculation is None else speculation.spec_kernel_providers)
     capabilities = registry.capabilities(model.descriptors)
-    effective = declared
-    if speculation is not None:
-        with _start_up_hook(speculation, "adapt_resources"):
-            effective = lower_resources(speculation, declared, capabilities)
-    state = DeviceState(
-        max_num_seqs=config.max_num_seqs,
-        max_model_len=max_model_len,
-        num_drafts=declared.max_candidates - 1,
-        block_size=config.block_size,
-        device=device,
-    )
+    effective = declared if speculation is None else _adapt(speculation, declared, capabilities)
+    state = _device_state(config, max_model_len, declared, device)
     draft_host = None if speculation is None else EngineDraftHost(model, state, declared)
     speculator = None
     if speculation is not None and draft_host is not None:
-        with _start_up_hook(speculation, "create"):
-            speculator = speculation.create(declared, draft_host, device)
-        with _start_up_hook(speculator, "bind_resources"):
-            speculator.bind_resources(effective)
+        speculator = _create(speculation, declared, effective, draft_host, device)
     cache, pool = _allocate(config, model, draft_host, max_model_len, registry, device)
     registry.bind(effective)
     runner = _build_runner(config, model, state, cache, registry, speculator, effective, draft_host)
@@ -124,6 +109,62 @@ def build_engine(config: EngineConfig, on_progress: Progress | None = None) -> E
     return Engine(core=core, model=model, max_model_len=max_model_len, plan_kind=kind, capabilities=capabilities)
 
 
+def _declare(speculation: SpeculatorConfig | None) -> SpecResources:
+    """What the speculator declares, within what the engine offers; without one, plain decoding."""
+    if speculation is None:
+        return SpecResources(max_candidates=1)
+    if speculation.num_speculative_tokens > MAX_NUM_DRAFTS:
+        raise ConfigError("num_speculative_tokens", speculation.num_speculative_tokens, f"at most {MAX_NUM_DRAFTS}")
+    with _start_up_hook(speculation, "declare_resources"):
+        declared = speculation.declare_resources()
+        _check_answer(speculation, "declare_resources", declared, SpecResources)
+    if declared.max_candidates > MAX_NUM_DRAFTS + 1:
+        raise ConfigError("max_candidates", declared.max_candidates, f"at most {MAX_NUM_DRAFTS + 1}")
+    if isinstance(declared.hidden_states, tuple):
+        raise ConfigError(
+            "hidden_states", declared.hidden_states, "'none' or 'last': layer outputs are not offered yet"
+        )
+    return declared
+
+
+def _adapt(speculation: SpeculatorConfig, declared: SpecResources, capabilities: SpecCapabilities) -> SpecResources:
+    """Effective resources: nothing that memory was not sized for, and nothing that decides how the engine is built."""
+    with _start_up_hook(speculation, "adapt_resources"):
+        effective = lower_resources(speculation, declared, capabilities)
+    field = f"{type(speculation).__name__}.adapt_resources"
+    if PLAN_KINDS.index(effective.kind) > PLAN_KINDS.index(declared.kind):
+        raise ConfigError(field, effective.kind, f"at most the declared {declared.kind!r}")
+    if effective.max_branching > declared.max_branching:
+        allowed = f"max_branching of at most the declared {declared.max_branching}"
+        raise ConfigError(field, effective.max_branching, allowed)
+    for name in ("drafting", "hidden_states", "draft_layers"):
+        if getattr(effective, name) != getattr(declared, name):
+            allowed = f"{name}={getattr(declared, name)!r}, as declared"
+            raise ConfigError(field, getattr(effective, name), allowed)
+    return effective
+
+
+def _create(
+    speculation: SpeculatorConfig,
+    declared: SpecResources,
+    effective: SpecResources,
+    draft_host: EngineDraftHost,
+    device: torch.device,
+) -> BaseSpeculator:
+    with _start_up_hook(speculation, "create"):
+        speculator = speculation.create(declared, draft_host, device)
+        _check_answer(speculation, "create", speculator, BaseSpeculator)
+    with _start_up_hook(speculator, "bind_resources"):
+        speculator.bind_resources(effective)
+    return speculator
+
+
+def _check_answer(owner: object, hook: str, answer: object, wanted: type) -> None:
+    if not isinstance(answer, wanted):
+        cause = f"it returned {answer!r:.200}: must be a {wanted.__name__}"
+        raise SpeculatorError(type(owner).__name__, hook, (), cause)
+
+
 @contextmanager
 def _start_up_hook(owner: object, hook: str) -> Iterator[None]:
     """Name the speculator and its hook when it fails; errors that already say what to change pass as they are."""
@@ -131,7 +172,7 @@ def _start_up_hook(owner: object, hook: str) -> Iterator[None]:
         yield
     except SpecRoundError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise SpeculatorError(type(owner).__name__, hook, (), f"{type(error).__name__}: {error}") from error
 
 
@@ -147,12 +188,37 @@ def _resolve_device(name: str) -> torch.device:
 
 def _resolve_max_model_len(config: EngineConfig, model: CausalModel) -> int:
     if config.max_model_len is None:
-        return model.max_model_len
+        return _original_length(model)
     if config.max_model_len > model.max_model_len:
         raise ConfigError(
             "max_model_len", config.max_model_len, f"at most {model.max_model_len}, the model's own limit"
         )
     return config.max_model_len
+
+
+def _original_length(model: CausalModel) -> int:
+    """The model's limit; with LongRoPE the length up to which all rows share one rotation."""
+    rope = model.config.rope_parameters or {}
+    if rope.get("rope_type") != "longrope":
+        return model.max_model_len
+    return min(model.max_model_len, int(rope["original_max_position_embeddings"]))
+
+
+def _device_state(
+    config: EngineConfig, max_model_len: int, declared: SpecResources, device: torch.device
+) -> DeviceState:
+    num_drafts = declared.max_candidates - 1
+    row = 8 * (max_model_len + 2 + -(-(max_model_len + 1) // config.block_size) + num_drafts)
+    size = (config.max_num_seqs + 1) * row
+    what = f"the state of {config.max_num_seqs} requests of {max_model_len} tokens"
+    with allocation("max_num_seqs", config.max_num_seqs, size, what, device):
+        return DeviceState(
+            max_num_seqs=config.max_num_seqs,
+            max_model_len=max_model_len,
+            num_drafts=num_drafts,
+            block_size=config.block_size,
+            device=device,
+        )
 
 
 def _allocate(
@@ -166,17 +232,22 @@ def _allocate(
     """Size the pool, allocate it, and give every layer its cache and kernel."""
     target = [(shape, model.dtype) for shape in model.kv_shapes]
     layers = target + ([] if draft_host is None else draft_host.kv_layers())
-    num_blocks = _num_blocks(config, layers, max_model_len, device)
-    cache = KVCache(layers, num_blocks, config.block_size, device)
+    num_blocks, field = _num_blocks(config, layers, max_model_len, device)
+    size = (num_blocks + 1) * bytes_per_block(layers, config.block_size)
+    value = max_model_len if field == "max_model_len" else getattr(config, field)
+    what = f"a KV pool of {num_blocks} blocks of {config.block_size} tokens"
+    with allocation(field, value, size, what, device):
+        cache, pool = KVCache(layers, num_blocks, config.block_size, device), BlockPool(num_blocks)
     model.bind(registry, cache.layers[: len(target)])
     if draft_host is not None:
         draft_host.bind(registry, cache.layers[len(target) :])
-    return cache, BlockPool(num_blocks)
+    return cache, pool
 
 
 def _num_blocks(
     config: EngineConfig, layers: list[tuple[KVShape, torch.dtype]], max_model_len: int, device: torch.device
-) -> int:
+) -> tuple[int, str]:
+    """Usable blocks, and the setting that decided it."""
     per_block = bytes_per_block(layers, config.block_size)
     needed = -(-max_model_len // config.block_size)
     if config.num_blocks is not None:
@@ -184,19 +255,23 @@ def _num_blocks(
     elif config.kv_cache_memory_bytes is not None:
         field, value = "kv_cache_memory_bytes", config.kv_cache_memory_bytes
         num_blocks = config.kv_cache_memory_bytes // per_block
+        if num_blocks > MAX_SETTING["num_blocks"]:
+            most = MAX_SETTING["num_blocks"]
+            raise ConfigError(field, value, f"at most {most * per_block}: {most} blocks of {config.block_size} tokens")
     else:
-        available = _DEFAULT_CPU_KV_BYTES
-        if device.type == "cuda":
-            available = int(torch.cuda.mem_get_info(device)[0] * _GPU_MEMORY_SHARE)
+        free = free_memory(device)
+        available = _DEFAULT_CPU_KV_BYTES if free is None else int(free * _MEMORY_SHARE)
+        if device.type == "cpu":
+            available = min(available, _DEFAULT_CPU_KV_BYTES)
         field, value = "max_model_len", max_model_len
-        num_blocks = min(available // per_block, needed * config.max_num_seqs)
+        num_blocks = min(available // per_block, needed * config.max_num_seqs, MAX_SETTING["num_blocks"])
     if num_blocks < needed:
         allowed = (
             f"enough for one request of max_model_len={max_model_len}: {needed} blocks of {config.block_size} tokens, "
             f"{needed * per_block} bytes (here {num_blocks} blocks); or lower max_model_len"
         )
         raise ConfigError(field, value, allowed)
-    return num_blocks
+    return num_blocks, field
 
 
 def _build_runner(
@@ -211,6 +286,7 @@ def _build_runner(
 ) -> Runner:
     device = state.block_tables.device
     check_values = device.type == "cpu" if config.check_values is None else config.check_values
+    models = (model, *(() if draft_host is None else draft_host.models))
     commit_kernel: PagedCommitKernel = registry.get("layout:paged_token/commit")  # type: ignore[assignment]
     spec_round = SpecRound(speculator, effective, commit_kernel, model.vocab_size, check_values=check_values)
     return Runner(
@@ -221,14 +297,14 @@ def _build_runner(
         draft_host=draft_host,
         host_drafting=effective.drafting == "host" and "propose" in spec_round.hooks,
         wants_hidden=effective.hidden_states == "last",
-        graphs=_graphs(config, device, effective, state, speculator, check_values),
+        graphs=_graphs(config, models, effective, state, speculator, check_values),
         record_rounds=config.record_rounds,
     )
 
 
 def _graphs(
     config: EngineConfig,
-    device: torch.device,
+    models: Sequence[CausalModel],
     effective: SpecResources,
     state: DeviceState,
     speculator: BaseSpeculator | None,
@@ -236,12 +312,20 @@ def _graphs(
 ) -> RoundGraphs | None:
     if not config.cuda_graphs:
         return None
-    if device.type != "cuda":
+    if state.block_tables.device.type != "cuda":
         raise ConfigError("cuda_graphs", True, "False on a CPU")
     if check_values:
         raise ConfigError("cuda_graphs", True, "False with check_values: reading values cannot be captured")
     if speculator is not None and not speculator.capturable:
         raise ConfigError("cuda_graphs", True, f"False with {type(speculator).__name__}, which is not capturable")
+    for model in models:
+        if family_of(model.config.model_type, model.name).experts is not None and model.dtype != torch.bfloat16:
+            dtype = str(model.dtype).removeprefix("torch.")
+            allowed = (
+                f"False with the experts of model type {model.config.model_type!r} in {dtype}: torch's grouped matrix "
+                "products wait for the device, except in bfloat16"
+            )
+            raise ConfigError("cuda_graphs", True, allowed)
     sizes = sorted({1 << power for power in range(config.max_num_seqs.bit_length())} | {config.max_num_seqs})
     sizes = [size for size in sizes if size <= config.max_num_seqs]
     candidates = sorted({1, *effective.candidate_shapes, effective.max_candidates})

@@ -4,9 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from specround.contract import ConfigError
+
+MAX_SETTING: Final = {
+    "max_num_seqs": 4096,
+    "max_num_batched_tokens": 1 << 20,
+    "block_size": 4096,
+    "num_blocks": 1 << 24,
+}
+"""The largest value of each count. Nothing larger is of use, and sizes derived from these stay representable."""
+
+MAX_NUM_DRAFTS: Final = 4096
+"""The most drafts per request and round of any speculator; trees have at most 63."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,18 +29,20 @@ class EngineConfig:
         speculative_config: `{"method": ..., "num_speculative_tokens": K, ...}` or None for plain decoding.
         dtype: "auto" (float32 on a CPU, bfloat16 on a GPU), "float32", "bfloat16" or "float16".
         quantization: "int8" or "int4" packs the projections on a CPU, computing in bfloat16; None = as `dtype` says.
-        max_model_len: Longest request, prompt and output, in tokens; None = the model's own limit.
-        max_num_seqs: Most requests that run at once.
-        max_num_batched_tokens: Most rows of one step; longer prompts are prefilled in chunks.
-        block_size: Tokens per KV block.
+        max_model_len: Longest request, prompt and output, in tokens; None = the model's own limit, or with the rotary
+            kind "longrope" its original length, which requests should not exceed unless you know that they may.
+        max_num_seqs: Most requests that run at once, at most 4096.
+        max_num_batched_tokens: Most rows of one step, at most 2^20; longer prompts are prefilled in chunks.
+        block_size: Tokens per KV block, at most 4096.
         kv_cache_memory_bytes: Memory of the KV pool. Give this or `num_blocks`.
-        num_blocks: Usable blocks of the KV pool.
+        num_blocks: Usable blocks of the KV pool, at most 2^24.
         seed: Seeds the requests that bring no seed of their own.
         device: "auto", "cpu" or "cuda".
         async_scheduling: Results reach the scheduler one step late, so that the next step is scheduled while the device
             works. None = on a GPU.
         check_values: Check plans and results by value. None = on a CPU; elsewhere reading values waits for the device.
-        cuda_graphs: Capture decode rounds in CUDA graphs and replay them. Only on a GPU.
+        cuda_graphs: Capture decode rounds in CUDA graphs and replay them. Only on a GPU; models with experts only in
+            bfloat16, as torch's grouped matrix products wait for the device in other types.
         record_rounds: Keep each round's tree and path for display.
 
     Raises:
@@ -69,6 +82,7 @@ class EngineConfig:
     def __post_init__(self) -> None:
         if not isinstance(self.model, str) or not self.model:
             raise ConfigError("model", self.model, "a directory, a .gguf file, an alias or a hub id")
+        self._check_switches()
         for name in ("max_num_seqs", "max_num_batched_tokens", "block_size"):
             _check_count(name, getattr(self, name))
         for name in ("max_model_len", "kv_cache_memory_bytes", "num_blocks"):
@@ -90,7 +104,17 @@ class EngineConfig:
         if self.speculative_config is not None and not isinstance(self.speculative_config, Mapping):
             raise ConfigError("speculative_config", self.speculative_config, "a mapping or None")
 
+    def _check_switches(self) -> None:
+        for name in ("cuda_graphs", "record_rounds"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(name, getattr(self, name), "True or False")
+        for name in ("async_scheduling", "check_values"):
+            if getattr(self, name) is not None and not isinstance(getattr(self, name), bool):
+                raise ConfigError(name, getattr(self, name), "True, False or None")
+
 
 def _check_count(name: str, value: object) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ConfigError(name, value, "an integer >= 1")
+    if name in MAX_SETTING and value > MAX_SETTING[name]:
+        raise ConfigError(name, value, f"at most {MAX_SETTING[name]}")

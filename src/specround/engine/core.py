@@ -121,7 +121,7 @@ class EngineCore:
             )
             try:
                 self._config.round_finished(stats)
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 cause = f"{type(error).__name__}: {error}"
                 raise SpeculatorError(type(self._config).__name__, "round_finished", (), cause) from error
         self._last_result = now

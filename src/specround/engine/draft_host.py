@@ -87,6 +87,11 @@ class EngineDraftHost:
         return self._target.vocab_size
 
     @property
+    def models(self) -> tuple[CausalModel, ...]:
+        """The loaded draft models."""
+        return tuple(hosted.model for hosted in self._models)
+
+    @property
     def current(self) -> tuple[AttentionRows, Tensor]:
         """Rows and flat slots announced by the last `begin`."""
         assert self._current is not None, "begin() comes before forward() and attend()"

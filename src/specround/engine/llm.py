@@ -31,7 +31,7 @@ class LLM:
         model: Local Hugging Face directory, `.gguf` file, alias such as `"smollm2"`, or hub id.
         speculative_config: `{"method": ..., "num_speculative_tokens": K, ...}` or None for plain decoding.
         on_load: Called with (done, total, name) while weights load.
-        settings: The other settings of `EngineConfig`: `dtype`, `max_model_len`, `max_num_seqs`,
+        settings: The other settings of `EngineConfig`: `dtype`, `quantization`, `max_model_len`, `max_num_seqs`,
             `max_num_batched_tokens`, `block_size`, `kv_cache_memory_bytes` or `num_blocks`, `seed`, `device`,
             `async_scheduling`, `check_values`, `cuda_graphs`, `record_rounds`.
 

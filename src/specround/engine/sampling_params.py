@@ -120,6 +120,6 @@ def _is_neutral(name: str, value: Any) -> bool:
     """Whether a value asks for nothing. Compares numbers only: arrays and the like have no single answer."""
     if _NOT_YET[name] is None:
         return value is None or (isinstance(value, list) and not value)
-    if not isinstance(value, Real) or isinstance(value, bool):
+    if isinstance(value, bool) or not isinstance(value, Real):
         return False
     return bool(value == _NOT_YET[name]) or (name == "top_k" and value == -1)

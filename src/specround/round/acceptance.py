@@ -28,7 +28,7 @@ def process_logits(raw_logits: Tensor, layout: PlanLayout, batch: RoundBatch) ->
         raw_logits=raw_logits,
         row_start=batch.logits_start,
         root_row=batch.logits_start[:-1],
-        num_computed_tokens=batch.num_computed_tokens,
+        num_computed_tokens=batch.root_position.to(torch.int32),
         req_idx=batch.req_idx,
         sampling=batch.sampling,
         seeds=batch.seeds,
