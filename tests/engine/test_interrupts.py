@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import count, islice
 from typing import Any
 
 import pytest
@@ -35,30 +37,33 @@ def build(target: PlainReference, late: bool, hook: str, error: BaseException) -
     return LLM(target.path, scripted(3, **hooks), async_scheduling=late, max_num_seqs=3)
 
 
+def end_of(stream: Iterator[Any], outputs: int | None = None) -> BaseException | None:
+    """What a stream raises within so many outputs, None = nothing."""
+    try:
+        list(islice(stream, outputs))
+    except (KeyboardInterrupt, EngineStoppedError) as error:
+        return error
+    return None
+
+
 @LATE
 @pytest.mark.parametrize("hook", [*DEVICE_HOOKS, *POLICIES])
-def test_keyboard_interrupt(hook: str, late: bool, target: PlainReference) -> None:
+def test_keyboard_interrupt(hook: str, late: bool, target: PlainReference, monkeypatch: pytest.MonkeyPatch) -> None:
     """It reaches the caller as it is; the engine is stopped and empty, and other open streams are told, not left."""
     interrupt = KeyboardInterrupt()
     llm = build(target, late, hook, interrupt)
+    steps, step = count(), llm.engine.core.step
+
+    def bounded() -> Any:
+        assert next(steps) < 500, "the engine steps for ever"
+        return step()
+
+    monkeypatch.setattr(llm.engine.core, "step", bounded)
     streams = [llm.stream(a.as_prompt, a.params, request_ids=[name]) for a, name in zip(ASKS, IDS, strict=True)]
-    seen = [None] * len(streams)
-    for place, stream in enumerate(streams):
-        try:
-            next(stream)
-        except (KeyboardInterrupt, EngineStoppedError) as error:
-            seen[place] = error
-    for _ in range(200):
-        for place, stream in enumerate(streams):
-            if seen[place] is None:
-                try:
-                    seen[place] = next(stream, StopIteration())
-                    seen[place] = seen[place] if isinstance(seen[place], StopIteration) else None
-                except (KeyboardInterrupt, EngineStoppedError) as error:
-                    seen[place] = error
-    assert all(each is not None for each in seen), "a stream never ended"
-    assert [each for each in seen if isinstance(each, KeyboardInterrupt)] == [interrupt]
-    assert any(isinstance(each, EngineStoppedError) for each in seen)
+    ends = [end_of(stream, 1) for stream in streams]
+    ends = [end or end_of(stream) for end, stream in zip(ends, streams, strict=True)]
+    assert [end for end in ends if isinstance(end, KeyboardInterrupt)] == [interrupt]
+    assert any(isinstance(end, EngineStoppedError) for end in ends)
     check_stopped(llm)
 
 

@@ -62,15 +62,6 @@ def test_every_view_of_every_step(width: int, late: bool, target: PlainReference
     assert {name for name in expected if oracle.seen[name] > 0} == expected, oracle.seen
 
 
-def test_verify_output_names_the_root_of_an_ending_prefill(target: PlainReference) -> None:
-    """VerifyOutput.num_computed_tokens is the root's position, as documented, also in the step that ends a prefill."""
-    for record in run(target, late=False, width=1):
-        proposal, started = record.proposal, {slot: tokens for _, slot, tokens in record.started}
-        for r, slot in enumerate(record.plan.req_idx.tolist()):
-            if slot in started and int(record.plan.max_rows[r]) == 1 and proposal.num_rows[r] > 1:
-                assert int(record.output.num_computed_tokens[r]) == len(started[slot]) - 1
-
-
 def test_undeclared_hidden_states_are_not_given(target: PlainReference) -> None:
     """Without a declaration `hidden_states` is None, and nothing else changes."""
     oracle = ViewOracle(target, ASKS, DRAFTS)

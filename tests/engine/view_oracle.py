@@ -156,8 +156,7 @@ class ViewOracle:
             if place.root is None:
                 continue
             assert int(output.root_row[r]) == starts[r]
-            if place.prefix == 0:
-                assert int(output.num_computed_tokens[r]) == place.root
+            assert int(output.num_computed_tokens[r]) == place.root
             for column in range(int(plan.num_candidates[r])):
                 row = starts[r] + column
                 history = place.live.whole[: place.root + 1] + branch(plan, r, column)
