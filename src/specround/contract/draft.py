@@ -17,7 +17,8 @@ class DraftRows:
     A row with parent -1 continues its request's plain context: it sees every slot up to its own. The last such row of a
     request is the base of the tree that later rows grow: a row with a parent sees every slot up to the base, its
     ancestors' slots above it, and itself. Bases and parents are remembered between calls until the next row with parent
-    -1, so a drafter grows a tree level by level.
+    -1, so a drafter grows a tree level by level. A tree has at most 63 slots above its base; a longer chain is
+    announced with parents of -1. A slot for which the request holds no block counts as padding.
 
     Attributes:
         req_idx: `[N]` int64, persistent slot of each row's request; rows of one request stand together.
