@@ -1,6 +1,7 @@
 """A tree speculator to copy: verify what followed the last W times the current token occurred, W branches at once.
 
-Run it with: specround generate --model smollm2 --prompt "1 2 3 1 2 3 1 2" --show-rounds \
+A branch without an occurrence is verified as token 0, so that every shape is known without looking at the device.
+Run it from this directory: specround generate --model smollm2 --prompt "1 2 3 1 2 3 1 2" --show-rounds \
     --speculative-config '{"method": "tree_speculator:RecallConfig", "num_speculative_tokens": 12}'
 """
 

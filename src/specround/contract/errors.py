@@ -76,7 +76,7 @@ class SpeculatorError(SpecRoundError, RuntimeError):
 
     def __init__(self, speculator: str, hook: str, request_ids: Sequence[str], cause: str) -> None:
         self.speculator, self.hook, self.request_ids, self.cause = speculator, hook, tuple(request_ids), cause
-        shown = ", ".join(self.request_ids[:8]) + (" ..." if len(self.request_ids) > 8 else "")
+        shown = ", ".join(map(repr, self.request_ids[:8])) + (" ..." if len(self.request_ids) > 8 else "")
         super().__init__(f"{speculator}.{hook} failed: {cause} (requests failed: {shown or 'none'})")
 
     def __reduce__(self) -> tuple[type[SpeculatorError], tuple[str, str, tuple[str, ...], str]]:
