@@ -61,18 +61,32 @@ def test_merged_weights_are_the_modules_own(checkpoint: str) -> None:
         assert parts[0].untyped_storage().nbytes() == sum(part.nbytes for part in parts)
 
 
+FIRST = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
+PROMPTS = [{"prompt_token_ids": [n, n + 7, n + 3, n]} for n in range(1, 41)]
+
+
+def first_tokens(checkpoint: str, **settings: object) -> list[int]:
+    outputs = LLM(checkpoint, max_model_len=64, **settings).generate(PROMPTS, FIRST)
+    return [output.outputs[0].token_ids[0] for output in outputs]
+
+
+@pytest.mark.parametrize(("quantization", "least"), [("int8", 0.8), ("int4", 0.3)])
+def test_a_quantised_model_answers_like_the_dense_one(checkpoint: str, quantization: str, least: float) -> None:
+    """Most first tokens of a packed model are the dense bfloat16 model's; chance would give one in 64."""
+    dense = first_tokens(checkpoint, dtype="bfloat16")
+    packed = first_tokens(checkpoint, quantization=quantization)
+    assert len(set(dense)) > 5
+    agreed = sum(a == b for a, b in zip(packed, dense, strict=True)) / len(dense)
+    assert agreed >= least, agreed
+
+
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
-def test_a_quantised_model_generates_with_and_without_speculation(checkpoint: str, quantization: str) -> None:
-    """Packed models compute in bfloat16 and run plain decoding and trees to the requested length."""
-    prompts = [{"prompt_token_ids": [1, 2, 3, 1, 2, 3, 1, 2]}]
-    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-    speculation = {"method": "suffix_tree", "num_speculative_tokens": 4}
-    lengths = []
-    for config in (None, speculation):
-        llm = LLM(checkpoint, config, max_model_len=64, quantization=quantization)
-        assert llm.engine.model.dtype is torch.bfloat16
-        lengths.append(len(llm.generate(prompts, params)[0].outputs[0].token_ids))
-    assert lengths == [12, 12]
+def test_a_quantised_model_verifies_trees(checkpoint: str, quantization: str) -> None:
+    """A packed model verifies drafts: one that drafts for itself in bfloat16 has many of them accepted."""
+    speculation = {"method": "draft_model", "model": checkpoint, "num_speculative_tokens": 6, "max_branching": 3}
+    llm = LLM(checkpoint, speculation, max_model_len=64, quantization=quantization)
+    output = llm.generate(PROMPTS[:1], SamplingParams(temperature=0, max_tokens=30, ignore_eos=True))[0]
+    assert output.metrics.accepted > 5
 
 
 def test_bad_quantization_settings_are_refused(checkpoint: str) -> None:
