@@ -264,7 +264,7 @@ BAD_SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
         {"speculative_config": NGRAM | {"num_speculative_tokens": 10**10}},
         "num_speculative_tokens=10000000000: must be at most 4096",
     ),
-    "quantization": ({"quantization": "int3"}, "quantization='int3': must be None, 'int8' or 'int4'"),
+    "quantization": ({"quantization": "int3"}, "quantization='int3': must be None, 'int8', 'int4' or 'w8a8'"),
 }
 
 

@@ -14,6 +14,7 @@ from specround.cli.fetch import add_parser as add_fetch
 from specround.cli.generate import add_parser as add_generate
 from specround.cli.models import add_parser as add_models
 from specround.cli.parser import Parser, UsageError
+from specround.cli.wait_policy import choose_wait_policy
 from specround.contract.errors import ConfigError, ModelError, SpecRoundError
 from specround.version import __version__
 
@@ -59,9 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit code: 0 ok, 2 usage, 1 failure, 130 interrupted.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
-    # Before torch starts its threads: by default they spin while they wait, and on a busy computer two threads that
-    # spin take the processor from each other and from the one that has work.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    choose_wait_policy()
     if not _prepare_streams():
         return _fail("stdout is closed", FAILURE, debug=False)
     try:

@@ -95,7 +95,7 @@ def _add_sampling(group: Any) -> None:
 
 def _add_engine(group: Any) -> None:
     group.add_argument("--dtype", help="auto, float32, bfloat16 or float16 (auto: float32 on a CPU)")
-    group.add_argument("--quantization", help="int8 or int4 weights, on a CPU")
+    group.add_argument("--quantization", help="int8, int4 or w8a8, on a CPU")
     group.add_argument("--max-model-len", type=int, help="longest request, prompt and output, in tokens")
     group.add_argument("--max-num-seqs", type=int, help="most requests at once (default: 16)")
     group.add_argument("--max-num-batched-tokens", type=int, help="most rows of a step (default: 512)")

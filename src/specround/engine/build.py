@@ -80,7 +80,7 @@ def build_engine(config: EngineConfig, on_progress: Progress | None = None) -> E
     speculation = None if config.speculative_config is None else parse_speculative_config(config.speculative_config)
     declared = _declare(speculation)
     device = _resolve_device(config.device)
-    dtype = resolve_dtype(config.dtype if config.quantization is None else "bfloat16", device)
+    dtype = resolve_dtype("bfloat16" if config.quantization in ("int8", "int4") else config.dtype, device)
     source = resolve_model(config.model)
     loaded = load_pretrained(source, dtype, device, on_progress=on_progress)
     model = CausalModel(loaded, quantization=config.quantization)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 from specround.contract import ConfigError
+from specround.models.linear import Quantization
 
 MAX_SETTING: Final = {
     "max_num_seqs": 4096,
@@ -28,7 +29,8 @@ class EngineConfig:
         model: Local directory, `.gguf` file, alias or hub id.
         speculative_config: `{"method": ..., "num_speculative_tokens": K, ...}` or None for plain decoding.
         dtype: "auto" (float32 on a CPU, bfloat16 on a GPU), "float32", "bfloat16" or "float16".
-        quantization: "int8" or "int4" packs the projections on a CPU, computing in bfloat16; None = as `dtype` says.
+        quantization: Packs the projections on a CPU. "int8" and "int4": weights only, computing in bfloat16. "w8a8":
+            weights and activations of 8 bits, the rest as `dtype` says. None = nothing is packed.
         max_model_len: Longest request, prompt and output, in tokens; None = the model's own limit, or with the rotary
             kind "longrope" its original length, which requests should not exceed unless you know that they may.
         max_num_seqs: Most requests that run at once, at most 4096.
@@ -52,7 +54,7 @@ class EngineConfig:
     model: str
     speculative_config: Mapping[str, Any] | None = None
     dtype: str = "auto"
-    quantization: Literal["int8", "int4"] | None = None
+    quantization: Quantization | None = None
     max_model_len: int | None = None
     max_num_seqs: int = 16
     max_num_batched_tokens: int = 512
@@ -95,9 +97,9 @@ class EngineConfig:
         if self.max_num_batched_tokens < self.max_num_seqs:
             allowed = f"at least max_num_seqs={self.max_num_seqs}: every running request needs a row"
             raise ConfigError("max_num_batched_tokens", self.max_num_batched_tokens, allowed)
-        if self.quantization not in (None, "int8", "int4"):
-            raise ConfigError("quantization", self.quantization, "None, 'int8' or 'int4'")
-        if self.quantization is not None and self.dtype not in ("auto", "bfloat16"):
+        if self.quantization not in (None, "int8", "int4", "w8a8"):
+            raise ConfigError("quantization", self.quantization, "None, 'int8', 'int4' or 'w8a8'")
+        if self.quantization in ("int8", "int4") and self.dtype not in ("auto", "bfloat16"):
             raise ConfigError("dtype", self.dtype, f"'bfloat16' or 'auto' with quantization={self.quantization!r}")
         if not isinstance(self.seed, int) or isinstance(self.seed, bool):
             raise ConfigError("seed", self.seed, "an integer")

@@ -14,7 +14,7 @@ from specround.contract import ModelError
 Projection = Callable[[Tensor], Tensor]
 """`[N, in]` to `[N, out]`."""
 
-Quantization = Literal["int8", "int4"]
+Quantization = Literal["int8", "int4", "w8a8"]
 
 INT4_GROUP = 32
 """Input elements that share a scale and a zero point in int4, as in the common 4-bit files."""
@@ -45,8 +45,7 @@ class Int8Linear:
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        scale = weight.float().abs().amax(1).clamp(min=1e-8) / 127
-        self.weight = (weight.float() / scale[:, None]).round().clamp(-127, 127).to(torch.int8).contiguous()
+        self.weight, scale = _to_int8(weight)
         self.scale, self.bias = scale.to(torch.bfloat16), bias
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -87,6 +86,35 @@ class Int4Linear:
         return out if self.bias is None else out + self.bias
 
 
+class W8A8Linear:
+    """Weights and activations of 8 bits: one scale per output and one per row, products summed in 32-bit integers.
+
+    The integer product is exact, so a row's result does not depend on which other rows are multiplied with it.
+
+    Args:
+        weight: `[out, in]`, any float type; not kept.
+        bias: `[out]` or None.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        levels, scale = _to_int8(weight)
+        self.weight = levels.t()  # a view: torch's kernel wants [in, out] and reads a transposed matrix fastest
+        self.scale, self.bias = scale / 127, bias
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """`[N, in]` to `[N, out]` of the same floating type."""
+        peak = x.abs().amax(-1, keepdim=True).clamp_(min=torch.finfo(x.dtype).tiny)
+        levels = torch.div(x, peak).mul_(127).round_().to(torch.int8)
+        out = (torch._int_mm(levels, self.weight) * peak.float()).mul_(self.scale).to(x.dtype)
+        return out if self.bias is None else out.add_(self.bias)
+
+
+def _to_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Levels `[out, in]` int8 and scale `[out]` float32 of a weight."""
+    scale = weight.float().abs().amax(1).clamp(min=1e-8) / 127
+    return (weight.float() / scale[:, None]).round().clamp(-127, 127).to(torch.int8).contiguous(), scale
+
+
 def make_projection(weight: Tensor, bias: Tensor | None, quantization: Quantization | None) -> Projection:
     """A projection of a weight; a shape that int4 cannot pack is packed to int8.
 
@@ -97,6 +125,8 @@ def make_projection(weight: Tensor, bias: Tensor | None, quantization: Quantizat
         return DenseLinear(weight, bias)
     if weight.device.type != "cpu":
         raise ModelError("quantization", quantization, "None on a GPU: packed weights run on a CPU only")
+    if quantization == "w8a8":
+        return W8A8Linear(weight, bias)
     if quantization == "int4" and Int4Linear.fits(weight):
         return Int4Linear(weight, bias)
     return Int8Linear(weight, bias)

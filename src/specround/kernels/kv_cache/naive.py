@@ -35,9 +35,9 @@ def write_kv(key_cache: Tensor, value_cache: Tensor, key: Tensor, value: Tensor,
         value: `[N, Hkv, Dv]`.
         slots: `[N]` int64; slots other than 0 are distinct.
     """
-    live = (slots != 0)[:, None, None]
-    key_cache.index_copy_(0, slots, torch.where(live, key, 0).to(key_cache.dtype))
-    value_cache.index_copy_(0, slots, torch.where(live, value, 0).to(value_cache.dtype))
+    for cache, rows in ((key_cache, key), (value_cache, value)):
+        cache.index_copy_(0, slots, rows.to(cache.dtype))
+        cache[:1].zero_()
 
 
 def commit_kv(caches: Iterable[Tensor], source: Tensor, target: Tensor) -> None:

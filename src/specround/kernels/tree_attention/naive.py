@@ -23,7 +23,7 @@ def tree_attention(
     """Attention of packed rows over paged keys and values.
 
     Args:
-        query: `[N, H, D]`.
+        query: `[N, H, D]`; its dtype is the one computed in, whatever the caches'.
         key_cache: `[S, Hkv, D]`, S slots; slot 0 is in the null block and holds zeros. H is a multiple of Hkv.
         value_cache: `[S, Hkv, Dv]`.
         rows: Which keys each row sees.
@@ -35,6 +35,8 @@ def tree_attention(
     Returns:
         `[N, H, Dv]` in the query's dtype. Rows that see nothing get an arbitrary finite value.
     """
+    if len(rows.groups) == 1 and rows.groups[0].first_row == 0:
+        return _attend_group(query, key_cache, value_cache, rows.groups[0], scale, window, sinks, softcap)
     heads, value_dim = query.shape[1], value_cache.shape[2]
     out = query.new_empty(rows.num_rows + 1, heads, value_dim)
     for group in rows.groups:
@@ -59,8 +61,10 @@ def _attend_group(
     size, rows = group.rows.shape
     heads, key_heads = query.shape[1], key_cache.shape[1]
     repeats = heads // key_heads
-    keys = key_cache.index_select(0, group.key_slots).view(size, -1, *key_cache.shape[1:]).transpose(1, 2)
-    values = value_cache.index_select(0, group.key_slots).view(size, -1, *value_cache.shape[1:]).transpose(1, 2)
+    keys, values = (
+        cache.index_select(0, group.key_slots).to(query.dtype).view(size, -1, *cache.shape[1:]).transpose(1, 2)
+        for cache in (key_cache, value_cache)
+    )
     if group.first_row >= 0:
         packed = query[group.first_row : group.first_row + size * rows]
     else:
@@ -84,13 +88,14 @@ def _explicit(
     sinks: Tensor | None,
     softcap: float | None,
 ) -> Tensor:
-    scores = (query @ keys.transpose(2, 3)).float() * scale
+    wide = torch.promote_types(query.dtype, torch.float32)
+    scores = (query @ keys.transpose(2, 3)).to(wide) * scale
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
-    scores = scores + bias.float()
+    scores = scores + bias.to(wide)
     if sinks is not None:
         key_heads, repeated = query.shape[1], query.shape[2]
-        per_head = sinks.float().view(key_heads, -1).repeat_interleave(repeated // (sinks.numel() // key_heads), 1)
+        per_head = sinks.to(wide).view(key_heads, -1).repeat_interleave(repeated // (sinks.numel() // key_heads), 1)
         sink = per_head.view(1, key_heads, repeated, 1).expand(query.shape[0], -1, -1, 1)
         weights = torch.cat([scores, sink], -1).softmax(-1)[..., :-1]
     else:
