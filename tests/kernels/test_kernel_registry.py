@@ -44,6 +44,30 @@ def recurrent() -> LayerDescriptor:
     return LayerDescriptor(name="layer 1", verify_key=GDN, commit_key=STATE)
 
 
+def without(registry: KernelRegistry, *keys: str) -> KernelRegistry:
+    """A registry that lacks some built-in kernels."""
+    for key in keys:
+        del registry._kernels[key]
+    return registry
+
+
+def test_every_key_has_a_built_in_kernel() -> None:
+    """Each key of the contract is filled, and recurrent kernels verify trees, not masks, and say why."""
+    registry = KernelRegistry()
+    assert all(registry.get(key) is not None for key in KERNEL_KEYS)
+    limit = registry.limit(recurrent())
+    assert limit == SpecLimit("tree", "a recurrent state folds every ancestor in and cannot hide one")
+
+
+def test_a_layer_that_a_kernel_declines_keeps_the_built_in_one() -> None:
+    """A declining kernel is not called for that layer, whose prompts and chains still need one."""
+    declining = Kernel(SpecLimit("none", "too wide"))
+    registry = KernelRegistry([lambda: {GDN: declining}])
+    assert registry.get(GDN) is declining
+    assert registry.get(GDN, recurrent()) is not declining
+    assert registry.limit(recurrent()) == SpecLimit("chain", "too wide; " + KernelRegistry().limit(recurrent()).reason)
+
+
 def test_the_keys_are_those_of_the_contract() -> None:
     """The set of keys is public: renaming or dropping one breaks providers."""
     assert set(KERNEL_KEYS) == {
@@ -106,10 +130,11 @@ def test_later_providers_win_and_each_override_is_logged_once(caplog: pytest.Log
     assert registry.get(FULL) is second
     assert registry.get(GDN) is new
     messages = [record.getMessage() for record in caplog.records]
-    assert len(messages) == 2
+    assert len(messages) == 3
     assert messages[0].startswith(f"kernel {FULL}:")
     assert messages[0].endswith("one overrides ReferenceAttention")
-    assert messages[1].endswith("two overrides Kernel")
+    assert messages[1].endswith("one overrides ReferenceDeltaRule")
+    assert messages[2].endswith("two overrides Kernel")
     caplog.clear()
     with caplog.at_level(logging.INFO, logger="specround"):
         assert KernelRegistry([lambda: {}]).get(FULL) is not None
@@ -150,14 +175,14 @@ def test_features_measured_by_slot_chain_with_a_reason(feature: str, word: str) 
 
 def test_a_missing_kernel_chains_and_names_its_key() -> None:
     """Without verify or commit kernel a recurrent layer chains, one reason per missing key; nothing stands in."""
-    registry = KernelRegistry()
+    registry = without(KernelRegistry(), GDN, STATE)
     limit = registry.limit(recurrent())
     assert limit.kind == "chain"
     assert f"no kernel is registered for {GDN}" in limit.reason
     assert f"no kernel is registered for {STATE}" in limit.reason
     assert registry.get(GDN) is None
     verify = Kernel()
-    half = KernelRegistry([lambda: {GDN: verify}])
+    half = without(KernelRegistry([lambda: {GDN: verify}]), STATE)
     assert half.limit(recurrent()) == SpecLimit("chain", f"no kernel is registered for {STATE}")
 
 

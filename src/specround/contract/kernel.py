@@ -28,6 +28,7 @@ class LayerDescriptor:
     Attributes:
         name: The layer's name, for messages.
         verify_key: Kernel key of its verify op, for example `"attention:full/verify"`.
+        other_keys: Further kernels its verification needs, for example a recurrent layer's convolution.
         commit_key: Kernel key of its commit op, or None when it has nothing to commit.
         window: Sliding window in tokens, or None.
         has_sinks: Attention sinks.
@@ -38,6 +39,7 @@ class LayerDescriptor:
 
     name: str
     verify_key: str
+    other_keys: tuple[str, ...] = ()
     commit_key: str | None = "layout:paged_token/commit"
     window: int | None = None
     has_sinks: bool = False

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from specround.contract import LayerDescriptor, SpecKernel, SpecLimit, SpecResources
 from specround.kernels.kv_cache.naive import commit_kv
+from specround.kernels.reference_states import state_kernels
 from specround.kernels.tree_attention.naive import tree_attention
 from specround.kernels.tree_attention.rows import AttentionRows
 
@@ -97,6 +98,7 @@ class ReferenceKernels(dict[str, SpecKernel]):
         attention = ReferenceAttention()
         super().__init__({f"attention:{kind}/verify": attention for kind in ("full", "sliding", "mla")})
         self["layout:paged_token/commit"] = ReferencePagedCommit()
+        self.update(state_kernels())
 
 
 def _by_features(layer: LayerDescriptor) -> SpecLimit:

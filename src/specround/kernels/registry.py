@@ -36,7 +36,8 @@ class KernelRegistry:
     """
 
     def __init__(self, providers: Iterable[KernelProvider] = ()) -> None:
-        self._kernels: dict[str, SpecKernel] = dict(ReferenceKernels())
+        self._built_in: dict[str, SpecKernel] = ReferenceKernels()
+        self._kernels: dict[str, SpecKernel] = dict(self._built_in)
         for provider in providers:
             self._overlay(provider)
 
@@ -56,13 +57,22 @@ class KernelRegistry:
                 logger.info("kernel %s: %s overrides %s", key, name, type(self._kernels[key]).__name__)
             self._kernels[key] = kernel
 
-    def get(self, key: str) -> SpecKernel | None:
-        """The kernel of a key, or None when nothing supplies it."""
-        return self._kernels.get(key)
+    def get(self, key: str, layer: LayerDescriptor | None = None) -> SpecKernel | None:
+        """The kernel of a key, or None when nothing supplies it.
+
+        Args:
+            key: One of `KERNEL_KEYS`.
+            layer: Who is to run it: a layer that the kernel declines gets the built-in one, for its prompts and chains.
+        """
+        kernel = self._kernels.get(key)
+        if kernel is not None and layer is not None and kernel.supports(layer).kind == "none":
+            return self._built_in.get(key)
+        return kernel
 
     def limit(self, layer: LayerDescriptor) -> SpecLimit:
         """The highest plan kind that every kernel the layer needs supports; a missing or declining kernel chains it."""
-        limits = [self._kernel_limit(key, layer) for key in (layer.verify_key, layer.commit_key) if key is not None]
+        needed = (layer.verify_key, *layer.other_keys, layer.commit_key)
+        limits = [self._kernel_limit(key, layer) for key in needed if key is not None]
         kind = min_kind(*(limit.kind for limit in limits))
         return SpecLimit(kind, "; ".join(dict.fromkeys(limit.reason for limit in limits if limit.reason)))
 
