@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from tiny_recurrent import RECURRENT_CONFIGS, recurrent_config
+
 ROPE_THETA = 10000.0
 NORM_EPS = 1e-5
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|pad|>")
@@ -73,11 +75,13 @@ def tiny_model(directory: Path, model_type: str, *, seed: int = 0, **overrides: 
             noise = torch.randn(tensor.shape, generator=generator)
             if name.endswith("sinks"):
                 tensor.copy_(noise)
+            elif name.endswith(("A_log", "dt_bias")):
+                tensor.copy_(noise - 1.0)  # states remember a few tokens up to a few dozen
             elif tensor.ndim == 1:
-                norm = 0.0 if "bias" in name or model_type.startswith("gemma") else 1.0
-                tensor.copy_(norm + 0.1 * noise)
+                centred = model_type.startswith(("gemma", "qwen3_next", "qwen3_5")) and "linear_attn" not in name
+                tensor.copy_((0.0 if "bias" in name or centred else 1.0) + 0.1 * noise)
             elif not (config.tie_word_embeddings and name == "lm_head.weight"):
-                tensor.copy_(0.4 * noise)
+                tensor.copy_((0.2 if model_type == "zamba2" else 0.4) * noise)  # its blocks amplify rounding
     module.generation_config.eos_token_id = None
     module.save_pretrained(directory)
     return directory
@@ -85,6 +89,8 @@ def tiny_model(directory: Path, model_type: str, *, seed: int = 0, **overrides: 
 
 def tiny_config(model_type: str) -> dict[str, Any]:
     """Arguments of the configuration class of a tiny model, beside its defaults."""
+    if model_type in RECURRENT_CONFIGS:
+        return recurrent_config(model_type)
     base = {
         "vocab_size": 64,
         "hidden_size": 32,

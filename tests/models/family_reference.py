@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import mixer_reference
 import torch
 import transformers
 from torch import Tensor
@@ -15,6 +16,11 @@ from transformers.masking_utils import eager_mask
 from specround import LLM, SamplingParams
 from specround.models.families import FAMILIES
 
+ABSENT = sorted(name for name, family in FAMILIES.items() if not hasattr(transformers, family.config_class))
+"""Types that the installed transformers is too old for."""
+KNOWN = sorted(set(FAMILIES) - set(ABSENT))
+ATTENTION_ONLY = [name for name in KNOWN if not FAMILIES[name].recurrent]
+RECURRENT = [name for name in KNOWN if FAMILIES[name].recurrent]
 ROUTER_GAP = 2e-4
 """A difference is excused only where two experts' selection scores are closer than this share of the largest."""
 
@@ -56,14 +62,10 @@ class FamilyReference:
         self.path = str(path)
         config = transformers.AutoConfig.from_pretrained(path)
         self.model_type = config.model_type
-        model_class = getattr(transformers, FAMILIES[self.model_type].model_class)
-        self.module = model_class.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
+        self.module = self._load()
         self._runs: dict[tuple[int, ...], Run] = {}
         self._plain: dict[tuple[Any, ...], list[int]] = {}
         self._gaps: list[float] = []
-        for module in self.module.modules():
-            if type(module).__name__.endswith("Router"):
-                module.register_forward_hook(self._watch_router)
 
     @torch.no_grad()
     def run(self, tokens: list[int]) -> Run:
@@ -107,6 +109,14 @@ class FamilyReference:
                 self._plain[key] = llm.generate([{"prompt_token_ids": prompt}], param)[0].outputs[0].token_ids
         return [self._plain[key] for key in keys]
 
+    def _load(self) -> Any:
+        model_class = getattr(transformers, FAMILIES[self.model_type].model_class)
+        loaded = model_class.from_pretrained(self.path, dtype=torch.float32, attn_implementation="eager").eval()
+        for module in loaded.modules():
+            if type(module).__name__.endswith("Router"):
+                module.register_forward_hook(self._watch_router)
+        return loaded
+
     def _watch_router(self, router: Any, _: Any, output: Any) -> None:
         scores = output[0].float()
         if hasattr(router, "e_score_correction_bias"):
@@ -119,6 +129,39 @@ class FamilyReference:
         self._gaps.append(_gap(scores, router.top_k))
 
 
+class RecurrentReference(FamilyReference):
+    """A model whose recurrent modules step token by token as `mixer_reference` says; the rest is transformers'.
+
+    Attributes:
+        original: transformers' own model of the same checkpoint, with its own recurrent modules.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.original, self.module = self.module, self._load()
+        mixer_reference.install(self.module)
+
+    @torch.no_grad()
+    def generate(self, prompt: list[int], max_new_tokens: int) -> list[int]:
+        """Greedy `generate` of transformers."""
+        changed, self.module = self.module, self.original
+        try:
+            return super().generate(prompt, max_new_tokens)
+        finally:
+            self.module = changed
+
+    @property
+    def has_group_norm(self) -> bool:
+        """Whether transformers' gated norm is the original one: per group."""
+        norms = [getattr(part, "norm", None) for part in self.original.modules() if hasattr(part, "A_log")]
+        groups = [
+            part.n_groups for part in self.original.modules() if hasattr(part, "A_log") and hasattr(part, "n_groups")
+        ]
+        return not groups or max(groups) == 1 or any(hasattr(n, "group_size") or hasattr(n, "n_groups") for n in norms)
+
+
 def _gap(scores: Tensor, chosen: int) -> float:
+    if chosen == scores.shape[-1]:
+        return float("inf")
     best = scores.topk(chosen + 1, -1)[0]
     return float((best[:, chosen - 1] - best[:, chosen]).min() / scores.abs().max())

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from specround.engine.kv_cache import KVCache
 from specround.kernels.registry import KernelRegistry
+from specround.kernels.state_rows import StateMode, StateRows
 from specround.kernels.tree import tree_tables
 from specround.kernels.tree_attention.rows import RowContext, lay_out_rows
 from specround.models.causal_lm import CausalModel
@@ -23,8 +24,15 @@ CPU = torch.device("cpu")
 class PackedForward:
     """A model with blocks for `count` requests of up to `longest` tokens; request r owns a shuffled set of blocks."""
 
-    def __init__(self, path: str | Path, count: int, longest: int, dtype: torch.dtype = torch.float32) -> None:
-        self.model = CausalModel(load_pretrained(resolve_model(str(path)), dtype, CPU))
+    def __init__(
+        self,
+        path: str | Path,
+        count: int,
+        longest: int,
+        dtype: torch.dtype = torch.float32,
+        state_mode: StateMode = "replay",
+    ) -> None:
+        self.model = CausalModel(load_pretrained(resolve_model(str(path)), dtype, CPU), state_mode=state_mode)
         each = -(-longest // BLOCK)
         shapes = [(shape, self.model.dtype) for shape in self.model.kv_shapes]
         self.cache = KVCache(shapes, count * each, BLOCK, CPU)
@@ -60,6 +68,7 @@ class PackedForward:
         bits: Tensor | None,
         offsets: Tensor | None,
         base: list[int],
+        states: StateRows | None = None,
     ) -> Tensor:
         counts = [len(tokens) for tokens in requests]
         owner = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
@@ -78,4 +87,4 @@ class PackedForward:
         rows = lay_out_rows(counts, kv_len, context)
         flat = self.tables[owner, slots // BLOCK] * BLOCK + slots % BLOCK
         ids = torch.tensor([token for tokens in requests for token in tokens])
-        return self.model.logits(self.model.forward(ids, positions, flat, rows))
+        return self.model.logits(self.model.forward(ids, positions, flat, rows, states))

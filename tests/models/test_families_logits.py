@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from family_reference import ROUTER_GAP, FamilyReference
+from family_reference import ATTENTION_ONLY, KNOWN, ROUTER_GAP, FamilyReference
 from packed_forward import PackedForward
+from stateful_forward import StatefulForward
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from specround import LLM, SamplingParams
@@ -31,7 +32,7 @@ def error_of(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float((found - expected).abs().max() / expected.abs().max())
 
 
-@pytest.mark.parametrize("model_type", sorted(FAMILIES))
+@pytest.mark.parametrize("model_type", ATTENTION_ONLY)
 def test_packed_prompts_and_trees_equal_eager_attention(model_type: str, families: dict[str, FamilyReference]) -> None:
     """Every row of a packed prefill, and every node of a tree deeper than the windows, has eager attention's logits."""
     reference, prompts = families[model_type], prompts_of(3)
@@ -61,7 +62,7 @@ def test_packed_prompts_and_trees_equal_eager_attention(model_type: str, familie
     assert worst <= TOLERANCE
 
 
-@pytest.mark.parametrize("model_type", sorted(FAMILIES))
+@pytest.mark.parametrize("model_type", ATTENTION_ONLY)
 def test_greedy_equals_transformers_generate(model_type: str, families: dict[str, FamilyReference]) -> None:
     """Greedy text of a batch is what `generate` of transformers makes of each prompt alone."""
     reference, prompts = families[model_type], prompts_of(7)
@@ -71,14 +72,22 @@ def test_greedy_equals_transformers_generate(model_type: str, families: dict[str
     assert [output.outputs[0].token_ids for output in outputs] == [reference.generate(p, 32) for p in prompts]
 
 
+def golden_logits(path: str, model_type: str) -> torch.Tensor:
+    """Logits of the last token of the golden prompt."""
+    prompt = prompts_of(11)[1]
+    if FAMILIES[model_type].recurrent:
+        return StatefulForward(path, 1, 64, "replay").feed([prompt], [0], [True])[-1]
+    return PackedForward(path, 1, 64).extend([prompt], [0])[-1]
+
+
 def test_golden_logits(families: dict[str, FamilyReference]) -> None:
     """Our logits are the stored ones, whatever version of transformers is installed: a change in its maths shows."""
     golden = json.loads(GOLDEN.read_text(encoding="utf-8"))
     assert sorted(golden) == sorted(FAMILIES)
     drifted = {}
-    for model_type, values in golden.items():
-        packed = PackedForward(families[model_type].path, 1, 64)
-        found = packed.extend([prompts_of(11)[1]], [0])[-1, : len(values)]
+    for model_type in KNOWN:
+        values = golden[model_type]
+        found = golden_logits(families[model_type].path, model_type)[: len(values)]
         expected = torch.tensor(values)
         if error_of(found, expected) > TOLERANCE:
             drifted[model_type] = (found.tolist(), values)
@@ -116,7 +125,7 @@ def syncs_of_a_forward(packed: PackedForward, monkeypatch: pytest.MonkeyPatch) -
     return watch.found
 
 
-@pytest.mark.parametrize("model_type", sorted(FAMILIES))
+@pytest.mark.parametrize("model_type", ATTENTION_ONLY)
 def test_a_forward_does_not_wait_for_the_device(
     model_type: str, families: dict[str, FamilyReference], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -132,12 +141,12 @@ def test_control_eager_experts_wait(families: dict[str, FamilyReference], monkey
     assert "nonzero" in syncs_of_a_forward(packed, monkeypatch)
 
 
-@pytest.mark.parametrize("model_type", sorted(name for name, family in FAMILIES.items() if family.experts))
+@pytest.mark.parametrize("model_type", [name for name in KNOWN if FAMILIES[name].experts])
 def test_experts_run_as_grouped_products(model_type: str, families: dict[str, FamilyReference]) -> None:
     """Loading selects grouped matrix products, and a row's result does not depend on the rows beside it."""
     model = PackedForward(families[model_type].path, 1, 8).model
     assert model.config._experts_implementation == "grouped_mm"
-    block = model._module.model.layers[1].mlp
+    block = next(part for part in model._module.modules() if hasattr(part, "experts"))
     rows = torch.randn(1, 12, 32, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         together = _first(block(rows))

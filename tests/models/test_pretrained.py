@@ -169,7 +169,7 @@ def test_eos_token_ids_of_another_type_are_refused(tmp_path: Path, wrong: object
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "mamba"}, r"model_type='mamba'.*llama"),
+        ({"model_type": "rwkv"}, r"model_type='rwkv'.*llama"),
         ({"model_type": None}, "model_type=None"),
         ({"architectures": ["LlamaForSequenceClassification"]}, "architectures="),
         ({"auto_map": {"AutoModelForCausalLM": "own.Model"}}, "auto_map="),

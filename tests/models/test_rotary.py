@@ -17,7 +17,8 @@ from packed_forward import PackedForward
 from specround import LLM, SamplingParams
 from specround.contract.errors import ModelError
 from specround.models.causal_lm import CausalModel
-from specround.models.families import FAMILIES, Family
+from specround.models.families import FAMILIES
+from specround.models.family import Family
 from specround.models.pretrained import load_pretrained
 from specround.models.rotary import HF_ROPE_TYPES, DynamicRope, LongRope, check_rope, own_rotary
 from specround.models.sources import resolve_model

@@ -13,6 +13,7 @@ from specround.kernels.kv_cache.naive import write_kv
 
 if TYPE_CHECKING:
     from specround.kernels.reference import AttentionKernel
+    from specround.kernels.state_rows import StateRows
     from specround.kernels.tree_attention.rows import AttentionRows
 
 HOOK_NAME = "specround"
@@ -30,15 +31,17 @@ class KVShape:
 
 @dataclass(kw_only=True)
 class ForwardContext:
-    """What a model's attention layers share during one forward.
+    """What a model's layers share during one forward.
 
     Attributes:
         rows: What each row sees.
         slots: `[N]` int64, flat slot of each row, 0 = padding.
+        states: Which state each row starts from; None in models without recurrent layers.
     """
 
     rows: AttentionRows | None = None
     slots: Tensor | None = None
+    states: StateRows | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,12 +73,19 @@ class AttentionLayer:
         context: Shared with the other layers of the model.
         window: Sliding window that the configuration gives this layer.
         softcap: Soft cap of the scores.
+        block: Place of its decoder block, of which some may have no attention; None = `index`.
     """
 
     def __init__(
-        self, index: int, context: ForwardContext, window: int | None = None, softcap: float | None = None
+        self,
+        index: int,
+        context: ForwardContext,
+        window: int | None = None,
+        softcap: float | None = None,
+        block: int | None = None,
     ) -> None:
         self.index, self.context, self.window, self.softcap = index, context, window, softcap
+        self.block = index if block is None else block
         self.shape: KVShape | None = None
         self.has_sinks = False
         self.calls: list[HookCall] | None = []

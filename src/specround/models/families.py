@@ -1,127 +1,48 @@
-"""The table of model families: what each Hugging Face model type needs besides the attention hook."""
+"""The table of model families."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Final, Literal
-
-from torch import Tensor
+from typing import Final
 
 from specround.contract.errors import ModelError
-
-Windows = Literal["none", "every layer", "layer types"]
-"""Which layers of a family have `config.sliding_window`."""
-
-_SLIDING, _FULL = "sliding_attention", "full_attention"
-
-
-def _plain(config: Any, logits: Tensor) -> Tensor:
-    """The language model head's output as it is."""
-    return logits
-
-
-def _softcapped(config: Any, logits: Tensor) -> Tensor:
-    """`cap * tanh(logits / cap)`, where the config sets `final_logit_softcapping`."""
-    cap: float | None = config.final_logit_softcapping
-    return logits if cap is None else (logits / cap).tanh() * cap
-
-
-def _multiplied(config: Any, logits: Tensor) -> Tensor:
-    """Times `logit_scale`."""
-    scale: float = config.logit_scale
-    return logits * scale
-
-
-def _divided(config: Any, logits: Tensor) -> Tensor:
-    """Divided by `logits_scaling`."""
-    scale: float = config.logits_scaling
-    return logits / scale
-
-
-@dataclass(frozen=True, kw_only=True)
-class Family:
-    """One model type.
-
-    Attributes:
-        config_class: Its configuration class in transformers.
-        model_class: Its causal language model in transformers.
-        windows: Which layers have a sliding window.
-        window_in_mask_only: The module does not tell the hook about the window.
-        has_sinks: Every layer has attention sinks.
-        softcap: Config attribute with the soft cap of the scores, or None.
-        final_logits: Config and the head's output to the model's logits.
-        experts: How the projections of one expert are called in checkpoints, as (gate, up, down); None = no experts.
-        expert_block: Name of the expert block in checkpoints; the module's own is "mlp".
-        rope_by_layer_type: The rotary embedding has one set of parameters for each layer type.
-        rotary_halves: The rotary embedding gives angles repeated as two halves, in the type of the activations, so that
-            ours can stand in.
-        refused: Config attributes with the reason why a true value is refused.
-        original_code: Values of `auto_map` that name the code this type was first published with, which transformers'
-            own class replaces. Any other is refused.
-    """
-
-    config_class: str
-    model_class: str
-    windows: Windows = "none"
-    window_in_mask_only: bool = False
-    has_sinks: bool = False
-    softcap: str | None = None
-    final_logits: Callable[[Any, Tensor], Tensor] = _plain
-    experts: tuple[str, str, str] | None = None
-    expert_block: str = "mlp"
-    rope_by_layer_type: bool = False
-    rotary_halves: bool = True
-    refused: tuple[tuple[str, str], ...] = ()
-    original_code: tuple[str, ...] = ()
-
-    def layer_windows(self, config: Any) -> tuple[int | None, ...]:
-        """The sliding window of each layer, None = full attention, as transformers' own masks apply it.
-
-        Raises:
-            ModelError: Layer types that this family's masks do not have or that contradict it, or no usable window.
-        """
-        count = int(config.num_hidden_layers)
-        window = getattr(config, "sliding_window", None)
-        named = getattr(config, "layer_types", None)
-        types = [_FULL] * count if named is None else list(named)
-        if self.windows == "every layer" and window is not None:
-            types = [_SLIDING] * count
-        expected = [_FULL] * count if self.windows == "none" else types
-        if len(types) != count or set(types) - {_SLIDING, _FULL} or (named is not None and list(named) != expected):
-            allowed = (
-                f"{count} of {_SLIDING!r} and {_FULL!r}" if self.windows == "layer types" else f"absent or {expected}"
-            )
-            raise ModelError("layer_types", named, f"{allowed}: others are not computed for {config.model_type!r}")
-        if _SLIDING in types and (type(window) is not int or window < 1):
-            raise ModelError("sliding_window", window, f"at least 1: layer_types of {config.model_type!r} use it")
-        return tuple(window if kind == _SLIDING else None for kind in types)
-
-    def layer_softcap(self, config: Any) -> float | None:
-        """Soft cap of the scores, or None."""
-        return None if self.softcap is None else getattr(config, self.softcap)
-
-    def check(self, config: Any) -> None:
-        """Refuse a configuration this family's hook does not cover.
-
-        Raises:
-            ModelError: Names the setting and the reason.
-        """
-        for name, reason in self.refused:
-            if getattr(config, name, None):
-                raise ModelError(name, getattr(config, name), f"unset: {reason}")
-        self.layer_windows(config)
-
+from specround.models.family import (
+    CONV,
+    FULL,
+    HYBRID,
+    LINEAR,
+    Family,
+    adapters_in_order,
+    divided,
+    head_multiplied,
+    multiplied,
+    softcapped,
+)
 
 _BIDIRECTIONAL = (("use_bidirectional_attention", "rows would see tokens after them"),)
 _QWEN_EXPERTS = ("gate_proj", "up_proj", "down_proj")
+_PREDICTION = (r"mtp\.", "layers for multi-token prediction")
+_WINDOW_IGNORED = (("sliding_window", "transformers does not apply it to this model type"),)
+_MIXED = (LINEAR, FULL)
+
+
+def _separate_convolutions(block: str) -> tuple[tuple[str, tuple[str, ...]], ...]:
+    """Checkpoints that convolve queries, keys and values with a weight each; the module has one."""
+    return ((f"{block}.conv1d.weight", tuple(f"{block}.{part}_conv1d.weight" for part in "qkv")),)
+
 
 FAMILIES: Final[dict[str, Family]] = {
+    "bamba": Family(
+        config_class="BambaConfig",
+        model_class="BambaForCausalLM",
+        block_types=_MIXED,
+        verifies="tree",
+        rotary_halves=False,
+    ),
     "cohere2": Family(
         config_class="Cohere2Config",
         model_class="Cohere2ForCausalLM",
         windows="layer types",
-        final_logits=_multiplied,
+        final_logits=multiplied,
         rotary_halves=False,
     ),
     "deepseek_v3": Family(
@@ -130,19 +51,35 @@ FAMILIES: Final[dict[str, Family]] = {
         experts=_QWEN_EXPERTS,
         original_code=("modeling_deepseek.DeepseekV3ForCausalLM",),
     ),
+    "falcon_h1": Family(
+        config_class="FalconH1Config",
+        model_class="FalconH1ForCausalLM",
+        block_types=(HYBRID,),
+        verifies="tree",
+        final_logits=head_multiplied,
+        rotary_halves=False,
+    ),
+    "falcon_mamba": Family(
+        config_class="FalconMambaConfig",
+        model_class="FalconMambaForCausalLM",
+        block_types=(LINEAR,),
+        verifies="none",
+        renamed=((r"\.embedding\.", ".embeddings."),),
+        rotary_halves=False,
+    ),
     "gemma2": Family(
         config_class="Gemma2Config",
         model_class="Gemma2ForCausalLM",
         windows="layer types",
         softcap="attn_logit_softcapping",
-        final_logits=_softcapped,
+        final_logits=softcapped,
         refused=_BIDIRECTIONAL,
     ),
     "gemma3_text": Family(
         config_class="Gemma3TextConfig",
         model_class="Gemma3ForCausalLM",
         windows="layer types",
-        final_logits=_softcapped,
+        final_logits=softcapped,
         rope_by_layer_type=True,
         refused=(*_BIDIRECTIONAL, ("attn_logit_softcapping", "transformers does not apply it to this model type")),
     ),
@@ -155,8 +92,72 @@ FAMILIES: Final[dict[str, Family]] = {
         experts=_QWEN_EXPERTS,
         rotary_halves=False,
     ),
-    "granite": Family(config_class="GraniteConfig", model_class="GraniteForCausalLM", final_logits=_divided),
+    "granite": Family(config_class="GraniteConfig", model_class="GraniteForCausalLM", final_logits=divided),
+    "granitemoehybrid": Family(
+        config_class="GraniteMoeHybridConfig",
+        model_class="GraniteMoeHybridForCausalLM",
+        block_types=_MIXED,
+        verifies="tree",
+        final_logits=divided,
+        module_block="block_sparse_moe",
+        expert_block="block_sparse_moe",
+        experts=_QWEN_EXPERTS,
+        renamed=(
+            (r"block_sparse_moe\.input_linear\.weight$", "block_sparse_moe.experts.gate_up_proj"),
+            (r"block_sparse_moe\.output_linear\.weight$", "block_sparse_moe.experts.down_proj"),
+            (r"block_sparse_moe\.router\.layer\.weight$", "block_sparse_moe.router.weight"),
+        ),
+        rotary_halves=False,
+    ),
+    "jamba": Family(
+        config_class="JambaConfig",
+        model_class="JambaForCausalLM",
+        block_types=_MIXED,
+        verifies="none",
+        experts=_QWEN_EXPERTS,
+        expert_block="feed_forward",
+        module_block="feed_forward",
+        rotary_halves=False,
+    ),
+    "kimi_linear": Family(
+        config_class="KimiLinearConfig",
+        model_class="KimiLinearForCausalLM",
+        block_types=_MIXED,
+        verifies="tree",
+        experts=("w1", "w3", "w2"),
+        expert_block="block_sparse_moe",
+        renamed=(
+            (r"self_attn\.(f_a_proj|f_b_proj)\.", r"self_attn.forget_gate.\1."),
+            (r"self_attn\.(dt_bias|A_log)$", r"self_attn.forget_gate.\1"),
+        ),
+        merged=_separate_convolutions("self_attn"),
+        rotary_halves=False,
+        original_code=("modeling_kimi.KimiLinearForCausalLM",),
+    ),
+    "lfm2": Family(
+        config_class="Lfm2Config",
+        model_class="Lfm2ForCausalLM",
+        block_types=(CONV, FULL),
+        verifies="tree",
+        rotary_halves=False,
+    ),
     "llama": Family(config_class="LlamaConfig", model_class="LlamaForCausalLM"),
+    "mamba": Family(
+        config_class="MambaConfig",
+        model_class="MambaForCausalLM",
+        block_types=(LINEAR,),
+        verifies="none",
+        renamed=((r"\.embedding\.", ".embeddings."),),
+        rotary_halves=False,
+    ),
+    "mamba2": Family(
+        config_class="Mamba2Config",
+        model_class="Mamba2ForCausalLM",
+        block_types=(LINEAR,),
+        verifies="tree",
+        renamed=((r"\.embedding\.", ".embeddings."),),
+        rotary_halves=False,
+    ),
     "mistral": Family(config_class="MistralConfig", model_class="MistralForCausalLM", windows="every layer"),
     "mixtral": Family(
         config_class="MixtralConfig",
@@ -165,9 +166,35 @@ FAMILIES: Final[dict[str, Family]] = {
         experts=("w1", "w3", "w2"),
         expert_block="block_sparse_moe",
     ),
+    "nemotron_h": Family(
+        config_class="NemotronHConfig",
+        model_class="NemotronHForCausalLM",
+        block_types=(LINEAR, FULL, "mlp", "moe"),
+        verifies="tree",
+        experts=("", "up_proj", "down_proj"),
+        expert_block="mixer",
+        module_block="mixer",
+        renamed=((r"^backbone\.", "model."),),
+        skipped=(_PREDICTION,),
+        rotary_halves=False,
+        refused=_WINDOW_IGNORED,
+        original_code=("modeling_nemotron_h.NemotronHForCausalLM",),
+    ),
     "olmo2": Family(config_class="Olmo2Config", model_class="Olmo2ForCausalLM", rotary_halves=False),
     "olmo3": Family(
         config_class="Olmo3Config", model_class="Olmo3ForCausalLM", windows="layer types", rope_by_layer_type=True
+    ),
+    "olmo_hybrid": Family(
+        config_class="OlmoHybridConfig",
+        model_class="OlmoHybridForCausalLM",
+        block_types=_MIXED,
+        verifies="tree",
+        renamed=(
+            (r"\.attention_layer_norm\.", ".input_layernorm."),
+            (r"\.feedforward_layer_norm\.", ".post_attention_layernorm."),
+        ),
+        merged=_separate_convolutions("linear_attn"),
+        rotary_halves=False,
     ),
     "phi3": Family(
         config_class="Phi3Config",
@@ -190,9 +217,39 @@ FAMILIES: Final[dict[str, Family]] = {
         windows="every layer",
         experts=_QWEN_EXPERTS,
     ),
+    "qwen3_next": Family(
+        config_class="Qwen3NextConfig",
+        model_class="Qwen3NextForCausalLM",
+        block_types=_MIXED,
+        verifies="tree",
+        experts=_QWEN_EXPERTS,
+        skipped=(_PREDICTION,),
+        rotary_halves=False,
+    ),
+    "qwen3_5_text": Family(
+        config_class="Qwen3_5TextConfig",
+        model_class="Qwen3_5ForCausalLM",
+        block_types=_MIXED,
+        verifies="tree",
+        renamed=((r"^model\.language_model\.", "model."),),
+        skipped=(_PREDICTION, (r"model\.visual\.", "images are not read")),
+        rotary_halves=False,
+    ),
     "smollm3": Family(config_class="SmolLM3Config", model_class="SmolLM3ForCausalLM", windows="layer types"),
+    "zamba2": Family(
+        config_class="Zamba2Config",
+        model_class="Zamba2ForCausalLM",
+        block_types=(LINEAR, HYBRID),
+        verifies="tree",
+        check_module=adapters_in_order,
+        rotary_halves=False,
+    ),
 }
 """The supported model types."""
+
+TEXT_PARTS: Final[dict[str, tuple[str, str]]] = {"qwen3_5": ("text_config", "Qwen3_5ForConditionalGeneration")}
+"""Types that also read images and whose text part is a type of the table: where the configuration of that part is, and
+what the whole model is called. The text part is loaded alone."""
 
 REFUSED: Final[dict[str, str]] = {
     "bloom": "its attention does not go through transformers' attention interface",
@@ -204,8 +261,6 @@ REFUSED: Final[dict[str, str]] = {
     "xlnet": "its attention does not go through transformers' attention interface",
     "llama4_text": "chunked attention cuts chunks by position, which windows do not express",
     "gemma3": "it reads images; the text model alone has the type 'gemma3_text'",
-    "mamba": "a Mamba1 state cannot verify more than one token",
-    "falcon_mamba": "a Mamba1 state cannot verify more than one token",
 }
 """Model types that are refused for a reason worth saying; all others that are not in `FAMILIES` are refused too."""
 

@@ -11,8 +11,10 @@ import torch
 from torch import nn
 
 from specround.contract.errors import ModelError
-from specround.models.families import FAMILIES, Family, family_of
+from specround.models.families import FAMILIES, TEXT_PARTS, family_of
+from specround.models.family import Family
 from specround.models.placement import Placements, check_weights
+from specround.models.recurrent.buffers import rebuild_state_buffers
 from specround.models.rotary import check_rope, own_rotary
 from specround.models.sources import ModelSource
 from specround.models.weights import SafetensorsWeights, WeightSource, read_json_object
@@ -24,6 +26,11 @@ SUPPORTED_MODEL_TYPES: Final = tuple(sorted(FAMILIES))
 
 Progress = Callable[[int, int, str], None]
 """Called as (tensors done, tensors in all, name of the tensor just loaded)."""
+
+_SPECIAL_FLOATS: Final = {"Infinity": float("inf"), "-Infinity": float("-inf"), "NaN": float("nan")}
+
+UNLIMITED_LENGTH: Final = 2**17
+"""Longest sequence of models without positions, which have no limit of their own."""
 
 _DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -37,7 +44,7 @@ class Pretrained:
         config: Its configuration.
         tokenizer: None when the checkpoint has none; prompts are then token ids.
         eos_token_ids: Ids that end a generation, in the checkpoint's order; empty when it names none.
-        max_position_embeddings: The longest sequence, in tokens.
+        max_position_embeddings: The longest sequence, in tokens; `UNLIMITED_LENGTH` where the model names none.
         source: Where it came from.
     """
 
@@ -95,8 +102,10 @@ def load_pretrained(
         family = family_of(checkpoint.config.get("model_type"), source.name)
         config = _build_config(checkpoint, family, source)
         module = _build_skeleton(config, family, dtype, source)
-        placements = Placements(family, config, _shared_names(module))
-        _fill(module, placements, checkpoint.weights, dtype, device, on_progress, source)
+        family.check_module(module)
+        names = _stored_tensors(module).keys()
+        placements = Placements(family, config, _shared_names(module), checkpoint.weights.shapes, names)
+        _fill(module, placements, checkpoint.weights, device, on_progress, source)
         module.tie_weights()
         _rebuild_buffers(module, config, family, device)
         module.eval().requires_grad_(False)
@@ -108,7 +117,7 @@ def load_pretrained(
         config=config,
         tokenizer=tokenizer,
         eos_token_ids=eos_token_ids,
-        max_position_embeddings=int(config.max_position_embeddings),
+        max_position_embeddings=int(getattr(config, "max_position_embeddings", None) or UNLIMITED_LENGTH),
         source=source,
     )
 
@@ -136,7 +145,7 @@ def _open_directory(source: ModelSource) -> _Checkpoint:
     from specround.models.tokenizer import tokenizer_from_directory
 
     directory = source.path
-    config = read_json_object(directory / "config.json")
+    config = _text_config(read_json_object(directory / "config.json"), source)
     _check_model_type(config, source)
     generation = directory / "generation_config.json"
     return _Checkpoint(
@@ -145,6 +154,23 @@ def _open_directory(source: ModelSource) -> _Checkpoint:
         weights=SafetensorsWeights(directory),
         tokenizer=lambda vocab_size: tokenizer_from_directory(directory, vocab_size),
     )
+
+
+def _text_config(config: dict[str, Any], source: ModelSource) -> dict[str, Any]:
+    """The configuration itself, or that of the text part of a model that also reads images."""
+    kind = config.get("model_type")
+    if not isinstance(kind, str) or kind not in TEXT_PARTS:
+        return config
+    section, whole = TEXT_PARTS[kind]
+    text = config.get(section)
+    if not isinstance(text, dict):
+        raise ModelError(section, text, f"the configuration of the text part (model {source.name!r})")
+    if config.get("architectures") != [whole]:
+        raise ModelError("architectures", config.get("architectures"), f"[{whole!r}] (model {source.name!r})")
+    family = family_of(text.get("model_type"), source.name)
+    outer = {name: config[name] for name in ("auto_map", "quantization_config", "eos_token_id") if config.get(name)}
+    tied = bool(config.get("tie_word_embeddings") or text.get("tie_word_embeddings"))
+    return text | outer | {"architectures": [family.model_class], "tie_word_embeddings": tied}
 
 
 def _open_gguf(source: ModelSource) -> _Checkpoint:
@@ -176,11 +202,14 @@ def _check_model_type(config: Mapping[str, Any], source: ModelSource) -> None:
 def _build_config(checkpoint: _Checkpoint, family: Family, source: ModelSource) -> Any:
     import transformers
 
+    if not hasattr(transformers, family.config_class):
+        known = f"known to transformers {transformers.__version__}, which has no {family.config_class}: it is too old"
+        raise ModelError("model_type", checkpoint.config["model_type"], f"{known} (model {source.name!r})")
     layers = checkpoint.config.get("num_hidden_layers")
     if isinstance(layers, int) and layers > len(checkpoint.weights.shapes):
         raise ModelError("num_hidden_layers", layers, f"at most the {len(checkpoint.weights.shapes)} stored tensors")
-    values = {key: value for key, value in checkpoint.config.items() if key != "auto_map"}
     try:
+        values = {key: _decoded(value) for key, value in checkpoint.config.items() if key != "auto_map"}
         config = getattr(transformers, family.config_class).from_dict(values)
     except Exception as error:  # the configuration classes validate with errors of several libraries
         raise ModelError("config.json", type(error).__name__, f"valid for {source.name!r} ({error})") from error
@@ -189,6 +218,14 @@ def _build_config(checkpoint: _Checkpoint, family: Family, source: ModelSource) 
     if family.experts is not None:
         config.output_router_logits = False
     return config
+
+
+def _decoded(value: Any) -> Any:
+    """A JSON value in which transformers' objects for the floats that JSON lacks are floats."""
+    if isinstance(value, dict):
+        special = _SPECIAL_FLOATS.get(str(value.get("__float__"))) if len(value) == 1 else None
+        return {key: _decoded(part) for key, part in value.items()} if special is None else special
+    return [_decoded(part) for part in value] if isinstance(value, list) else value
 
 
 def _build_skeleton(config: Any, family: Family, dtype: torch.dtype, source: ModelSource) -> Any:
@@ -225,7 +262,6 @@ def _fill(
     module: Any,
     placements: Placements,
     weights: WeightSource,
-    dtype: torch.dtype,
     device: torch.device,
     on_progress: Progress | None,
     source: ModelSource,
@@ -249,7 +285,7 @@ def _fill(
                 raise ModelError(" and ".join(names), "different values", "equal: the config ties them")
         elif place is not None:
             if place.name not in filled:
-                kept = _dtype_of(place.name, module, dtype)
+                kept = _dtype_of(place.name, module, wanted[place.name].dtype)
                 filled[place.name] = _own_tensor(place.name, wanted[place.name], kept, device)
                 _set_tensor(module, place.name, filled[place.name])
             place.part(filled[place.name]).copy_(tensor)
@@ -259,7 +295,13 @@ def _fill(
 
 
 def _dtype_of(name: str, module: Any, dtype: torch.dtype) -> torch.dtype:
-    """The type of one tensor: some stay float32, such as the biases that correct a router's scores."""
+    """The type of one tensor: some stay float32, such as the biases that correct a router's scores.
+
+    Args:
+        name: The module's tensor.
+        module: The model.
+        dtype: What its module made it in, which is the model's type or one of its own.
+    """
     kept = set(module._keep_in_fp32_modules_strict or ())
     if dtype == torch.float16:
         kept |= set(module._keep_in_fp32_modules or ())
@@ -286,12 +328,14 @@ def _rebuild_buffers(module: Any, config: Any, family: Family, device: torch.dev
     """Compute the buffers that come from the config, off the meta device: rotary tables and embedding scales."""
     rotary = own_rotary(family, config)
     if rotary is not None:
-        module.model.rotary_emb = rotary.to(device)
+        module.base_model.rotary_emb = rotary.to(device)
     for name, child in list(module.named_modules()):
         if not any(buffer.is_meta for buffer in child.buffers(recurse=False)):
             continue
         if hasattr(child, "scalar_embed_scale"):
             child.embed_scale = torch.tensor(child.scalar_embed_scale, dtype=child.weight.dtype, device=device)
+            continue
+        if rebuild_state_buffers(child, config, device):
             continue
         owner, _, attribute = name.rpartition(".")
         fresh = type(child)(config)

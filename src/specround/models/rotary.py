@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from specround.contract.errors import ModelError
-from specround.models.families import Family
+from specround.models.family import Family
 
 HF_ROPE_TYPES: Final = ("default", "linear", "llama3", "yarn")
 """Kinds whose tables depend on the configuration alone: transformers' own modules are used."""
@@ -36,7 +36,7 @@ def check_rope(family: Family, config: Any, source: str) -> None:
     Raises:
         ModelError: Names the kind and what is allowed.
     """
-    parameters = config.rope_parameters or {}
+    parameters = getattr(config, "rope_parameters", None) or {}
     sets = list(parameters.values()) if family.rope_by_layer_type else [parameters]
     allowed = list(HF_ROPE_TYPES)
     if family.rotary_halves and not family.rope_by_layer_type:
@@ -49,9 +49,10 @@ def check_rope(family: Family, config: Any, source: str) -> None:
 
 def own_rotary(family: Family, config: Any) -> nn.Module | None:
     """The module that replaces transformers' rotary embedding; None where that one is right."""
-    if family.rope_by_layer_type or not config.rope_parameters:
+    parameters = getattr(config, "rope_parameters", None)
+    if family.rope_by_layer_type or not parameters:
         return None
-    kind = config.rope_parameters.get("rope_type", "default")
+    kind = parameters.get("rope_type", "default")
     if kind == "longrope":
         return LongRope(config)
     return DynamicRope(config) if kind == "dynamic" else None
