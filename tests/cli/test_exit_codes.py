@@ -165,7 +165,7 @@ def test_models_lists_everything(specround):
     assert result.code == 0
     assert "smollm2" in result.out
     assert "model types: " in result.out
-    assert "llama, mistral, " in result.out
+    assert "llama, mamba, mamba2, mistral, " in result.out
     for method in ("ngram", "suffix_tree", "draft_model"):
         assert f"\n  {method}  " in result.out
         assert all(f" {field.name} (" in result.out for field in dataclasses.fields(find_speculator(method)))

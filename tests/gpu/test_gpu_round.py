@@ -45,6 +45,12 @@ def speculations(models: tuple[str, str]) -> list[dict[str, Any] | None]:
     ]
 
 
+HOST_DRAFTERS = [
+    {"method": "specround.speculators.suffix_tree:SuffixTreeConfig", "num_speculative_tokens": 9},
+    {"method": "specround.speculators.ngram:NgramConfig", "num_speculative_tokens": 4},
+]
+
+
 def sampling(temperature: float, tokens: int) -> SamplingParams:
     return SamplingParams(temperature=temperature, seed=11, max_tokens=tokens, ignore_eos=True)
 
@@ -58,10 +64,10 @@ def generate(path: str, speculation: dict[str, Any] | None, temperature: float, 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("graphs", [False, True])
 def test_tokens_equal_plain_decoding(models: tuple[str, str], temperature: float, graphs: bool) -> None:
-    """With and without captured rounds, every device speculator generates what plain decoding does."""
+    """With and without captured rounds, every speculator generates what plain decoding does."""
     plain = generate(models[0], None, temperature, device="cuda", async_scheduling=False)
     assert plain == generate(models[0], None, temperature, device="cpu")
-    for speculation in [None, *speculations(models)]:
+    for speculation in [None, *speculations(models), *HOST_DRAFTERS]:
         assert generate(models[0], speculation, temperature, device="cuda", cuda_graphs=graphs) == plain, speculation
 
 

@@ -8,7 +8,7 @@ import inspect
 import json
 import re
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -90,11 +90,16 @@ def _show_model(name: str, arguments: argparse.Namespace) -> None:
         return
     sys.stdout.write(
         f"{name}: {model['model_type']}, {model['dtype']}, context {model['max_model_len']}, "
-        f"verifies plans up to {model['kind']}, {model['bytes_per_token']} bytes of KV per token\n"
+        f"verifies plans up to {model['kind']}, {model['bytes_per_token']} bytes of KV per token{_states(model)}\n"
     )
     for reason in model["reasons"]:
         sys.stdout.write(f"  {reason}\n")
     colour_console().print(layer_table(model))
+
+
+def _states(model: Mapping[str, Any]) -> str:
+    size = model["bytes_per_request"]
+    return f", {size} bytes of states per request" if size else ""
 
 
 def _models() -> Iterator[str]:

@@ -30,7 +30,9 @@ from specround.engine.kv_cache import KVCache, bytes_per_block
 from specround.engine.memory import allocation, free_memory
 from specround.engine.runner import Runner
 from specround.engine.scheduler import Scheduler, SchedulerLimits
+from specround.engine.state_cache import StateCache, build_states
 from specround.kernels.reference import PagedCommitKernel
+from specround.kernels.reference_states import StateCommitKernel
 from specround.kernels.registry import KernelRegistry
 from specround.models.attention import KVShape
 from specround.models.causal_lm import CausalModel
@@ -83,19 +85,20 @@ def build_engine(config: EngineConfig, on_progress: Progress | None = None) -> E
     dtype = resolve_dtype("bfloat16" if config.quantization in ("int8", "int4") else config.dtype, device)
     source = resolve_model(config.model)
     loaded = load_pretrained(source, dtype, device, on_progress=on_progress)
-    model = CausalModel(loaded, quantization=config.quantization)
+    model = CausalModel(loaded, quantization=config.quantization, state_mode=config.state_mode)
     max_model_len = _resolve_max_model_len(config, model)
     registry = KernelRegistry(() if speculation is None else speculation.spec_kernel_providers)
-    capabilities = registry.capabilities(model.descriptors)
+    capabilities = registry.capabilities(model.descriptors, model.limits)
     effective = declared if speculation is None else _adapt(speculation, declared, capabilities)
     state = _device_state(config, max_model_len, declared, device)
     draft_host = None if speculation is None else EngineDraftHost(model, state, declared)
     speculator = None
     if speculation is not None and draft_host is not None:
         speculator = _create(speculation, declared, effective, draft_host, device)
+    states, state_pool = build_states(config, model, registry, declared.max_candidates - 1, device)
     cache, pool = _allocate(config, model, draft_host, max_model_len, registry, device)
     registry.bind(effective)
-    runner = _build_runner(config, model, state, cache, registry, speculator, effective, draft_host)
+    runner = _build_runner(config, model, state, cache, registry, speculator, effective, draft_host, states)
     limits = SchedulerLimits(
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
@@ -104,7 +107,7 @@ def build_engine(config: EngineConfig, on_progress: Progress | None = None) -> E
         max_candidates=effective.max_candidates,
     )
     late = device.type == "cuda" if config.async_scheduling is None else config.async_scheduling
-    core = EngineCore(Scheduler(limits, pool, speculation), runner, speculation, async_scheduling=late)
+    core = EngineCore(Scheduler(limits, pool, speculation, state_pool), runner, speculation, async_scheduling=late)
     kind = None if speculation is None else effective.kind
     return Engine(core=core, model=model, max_model_len=max_model_len, plan_kind=kind, capabilities=capabilities)
 
@@ -198,7 +201,7 @@ def _resolve_max_model_len(config: EngineConfig, model: CausalModel) -> int:
 
 def _original_length(model: CausalModel) -> int:
     """The model's limit; with LongRoPE the length up to which all rows share one rotation."""
-    rope = model.config.rope_parameters or {}
+    rope = getattr(model.config, "rope_parameters", None) or {}
     if rope.get("rope_type") != "longrope":
         return model.max_model_len
     return min(model.max_model_len, int(rope["original_max_position_embeddings"]))
@@ -254,7 +257,7 @@ def _num_blocks(
         field, value, num_blocks = "num_blocks", config.num_blocks, config.num_blocks
     elif config.kv_cache_memory_bytes is not None:
         field, value = "kv_cache_memory_bytes", config.kv_cache_memory_bytes
-        num_blocks = config.kv_cache_memory_bytes // per_block
+        num_blocks = config.kv_cache_memory_bytes // max(per_block, 1)
         if num_blocks > MAX_SETTING["num_blocks"]:
             most = MAX_SETTING["num_blocks"]
             raise ConfigError(field, value, f"at most {most * per_block}: {most} blocks of {config.block_size} tokens")
@@ -264,7 +267,7 @@ def _num_blocks(
         if device.type == "cpu":
             available = min(available, _DEFAULT_CPU_KV_BYTES)
         field, value = "max_model_len", max_model_len
-        num_blocks = min(available // per_block, needed * config.max_num_seqs, MAX_SETTING["num_blocks"])
+        num_blocks = min(available // max(per_block, 1), needed * config.max_num_seqs, MAX_SETTING["num_blocks"])
     if num_blocks < needed:
         allowed = (
             f"enough for one request of max_model_len={max_model_len}: {needed} blocks of {config.block_size} tokens, "
@@ -283,17 +286,24 @@ def _build_runner(
     speculator: BaseSpeculator | None,
     effective: SpecResources,
     draft_host: EngineDraftHost | None,
+    states: StateCache | None,
 ) -> Runner:
     device = state.block_tables.device
     check_values = device.type == "cpu" if config.check_values is None else config.check_values
     models = (model, *(() if draft_host is None else draft_host.models))
     commit_kernel: PagedCommitKernel = registry.get("layout:paged_token/commit")  # type: ignore[assignment]
-    spec_round = SpecRound(speculator, effective, commit_kernel, model.vocab_size, check_values=check_values)
+    state_commit: StateCommitKernel | None = None
+    if states is not None:
+        state_commit = registry.get(f"layout:mamba_state@{config.state_mode}/commit")  # type: ignore[assignment]
+    spec_round = SpecRound(
+        speculator, effective, commit_kernel, model.vocab_size, check_values=check_values, state_commit=state_commit
+    )
     return Runner(
         model=model,
         state=state,
         cache=cache,
         spec_round=spec_round,
+        states=states,
         draft_host=draft_host,
         host_drafting=effective.drafting == "host" and "propose" in spec_round.hooks,
         wants_hidden=effective.hidden_states == "last",

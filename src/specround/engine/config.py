@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Final
 
 from specround.contract import ConfigError
+from specround.kernels.state_rows import StateMode
 from specround.models.linear import Quantization
 
 MAX_SETTING: Final = {
@@ -14,6 +15,7 @@ MAX_SETTING: Final = {
     "max_num_batched_tokens": 1 << 20,
     "block_size": 4096,
     "num_blocks": 1 << 24,
+    "num_state_blocks": 1 << 24,
 }
 """The largest value of each count. Nothing larger is of use, and sizes derived from these stay representable."""
 
@@ -38,6 +40,9 @@ class EngineConfig:
         block_size: Tokens per KV block, at most 4096.
         kv_cache_memory_bytes: Memory of the KV pool. Give this or `num_blocks`.
         num_blocks: Usable blocks of the KV pool, at most 2^24.
+        state_mode: How recurrent layers keep the states of drafts: "replay" keeps their inputs, "slots" the states.
+        num_state_blocks: Usable blocks of recurrent states, at most 2^24; a request holds one, in mode "slots" one for
+            each candidate. None = enough for `max_num_seqs` requests.
         seed: Seeds the requests that bring no seed of their own.
         device: "auto", "cpu" or "cuda".
         async_scheduling: Results reach the scheduler one step late, so that the next step is scheduled while the device
@@ -61,6 +66,8 @@ class EngineConfig:
     block_size: int = 16
     kv_cache_memory_bytes: int | None = None
     num_blocks: int | None = None
+    state_mode: StateMode = "replay"
+    num_state_blocks: int | None = None
     seed: int = 0
     device: str = "auto"
     async_scheduling: bool | None = None
@@ -87,7 +94,7 @@ class EngineConfig:
         self._check_switches()
         for name in ("max_num_seqs", "max_num_batched_tokens", "block_size"):
             _check_count(name, getattr(self, name))
-        for name in ("max_model_len", "kv_cache_memory_bytes", "num_blocks"):
+        for name in ("max_model_len", "kv_cache_memory_bytes", "num_blocks", "num_state_blocks"):
             if getattr(self, name) is not None:
                 _check_count(name, getattr(self, name))
         if self.max_model_len is not None and self.max_model_len < 2:
@@ -101,6 +108,8 @@ class EngineConfig:
             raise ConfigError("quantization", self.quantization, "None, 'int8', 'int4' or 'w8a8'")
         if self.quantization in ("int8", "int4") and self.dtype not in ("auto", "bfloat16"):
             raise ConfigError("dtype", self.dtype, f"'bfloat16' or 'auto' with quantization={self.quantization!r}")
+        if self.state_mode not in ("replay", "slots"):
+            raise ConfigError("state_mode", self.state_mode, "'replay' or 'slots'")
         if not isinstance(self.seed, int) or isinstance(self.seed, bool):
             raise ConfigError("seed", self.seed, "an integer")
         if self.speculative_config is not None and not isinstance(self.speculative_config, Mapping):

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from specround.contract import ConfigError, DraftRows, SpecResources
+from specround.contract import ConfigError, DraftRows, ModelError, SpecResources
 from specround.engine.device_state import DeviceState
 from specround.kernels.kv_cache.naive import write_kv
 from specround.kernels.reference import AttentionKernel
@@ -111,10 +111,18 @@ class EngineDraftHost:
         return {name: weights[name] for name in names}
 
     def load_model(self, path: str) -> HostedDraftModel:
-        """Load a draft model; its layers get KV in the engine's pool."""
+        """Load a draft model; its layers get KV in the engine's pool.
+
+        Raises:
+            ModelError: It cannot be loaded, or it has recurrent layers.
+        """
         source = resolve_model(path)
         pretrained = load_pretrained(source, self._target.dtype, self._state.block_tables.device)
-        model = HostedDraftModel(CausalModel(pretrained, name=f"draft{len(self._models)}"), self)
+        causal = CausalModel(pretrained, name=f"draft{len(self._models)}")
+        if causal.recurrent_layers:
+            allowed = "a model type with attention layers only: states of draft models are not kept"
+            raise ModelError("model_type", causal.config.model_type, f"{allowed} (draft model {source.name!r})")
+        model = HostedDraftModel(causal, self)
         self._models.append(model)
         return model
 

@@ -76,7 +76,7 @@ class RequestUpdate:
 
 @dataclass(frozen=True, kw_only=True)
 class StartedRequest:
-    """A request that takes a slot in this step."""
+    """A request that takes a slot in this step; `state_blocks` are empty for a target without recurrent layers."""
 
     request_id: str
     req_idx: int
@@ -84,6 +84,7 @@ class StartedRequest:
     temperature: float
     seed: int
     limit: int
+    state_blocks: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -30,6 +30,7 @@ class Request:
         status: Where it is.
         req_idx: Slot while it runs, else -1.
         blocks: Blocks held, in order.
+        state_blocks: Recurrent state blocks held, a span or none.
         prefill_end: Tokens to prefill: everything known when it was (re)started.
         num_prefilled: Tokens of it scheduled so far.
         in_flight: For each of its steps in flight that samples, the most tokens it may commit.
@@ -41,6 +42,7 @@ class Request:
     status: Status = Status.WAITING
     req_idx: int = -1
     blocks: list[int] = field(default_factory=list)
+    state_blocks: tuple[int, ...] = ()
     prefill_end: int = 0
     num_prefilled: int = 0
     in_flight: deque[int] = field(default_factory=deque)

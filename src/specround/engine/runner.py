@@ -15,6 +15,7 @@ from specround.engine.graphs import RoundGraphs, null_step
 from specround.engine.kv_cache import KVCache
 from specround.engine.messages import LeftRequest, RoundTrace, ScheduledStep, StepResult
 from specround.engine.staging import Download, Uploader
+from specround.engine.state_cache import StateCache
 from specround.models.causal_lm import CausalModel
 from specround.round import PlanLayout, RoundBatch, SpecRound, StepShape
 from specround.round.acceptance import process_logits
@@ -61,6 +62,7 @@ class Runner:
         state: Per-request state.
         cache: KV of every layer.
         spec_round: The round.
+        states: Recurrent states, or None for a target without any.
         draft_host: Draft layers, or None.
         host_drafting: The speculator drafts on the host.
         wants_hidden: The speculator reads hidden states.
@@ -75,6 +77,7 @@ class Runner:
         state: DeviceState,
         cache: KVCache,
         spec_round: SpecRound,
+        states: StateCache | None,
         draft_host: EngineDraftHost | None,
         host_drafting: bool,
         wants_hidden: bool,
@@ -82,6 +85,7 @@ class Runner:
         record_rounds: bool,
     ) -> None:
         self.model, self.state, self.cache, self.round = model, state, cache, spec_round
+        self.states = states
         self._draft_host, self._host_drafting, self._wants_hidden = draft_host, host_drafting, wants_hidden
         self._graphs, self._record_rounds = graphs, record_rounds
         self._is_one_segment = not host_drafting and "observe_step" not in spec_round.hooks
@@ -135,7 +139,7 @@ class Runner:
         batch = self._batch(shape, budgets[0])
         plan = self.round.plan(batch)
         layout = self.round.lay_out(plan, batch)
-        hidden = self.model.forward(layout.input_ids, layout.positions, layout.slots, layout.rows)
+        hidden = self.model.forward(layout.input_ids, layout.positions, layout.slots, layout.rows, layout.states)
         raw_logits = self.model.logits(hidden.index_select(0, layout.logits_rows))
         result = self.round.accept(layout, process_logits(raw_logits, layout, batch), batch)
         kept_hidden = hidden if self._wants_hidden else None
@@ -205,6 +209,7 @@ class Runner:
             sampling=state.sampling,
             seeds=state.seeds,
             budget=budget,
+            states=None if self.states is None else self.states.tables,
         )
 
     @property
@@ -215,6 +220,8 @@ class Runner:
     def forget(self, left: LeftRequest) -> None:
         """Empty the slot of a request that left it, and tell the speculator."""
         self.state.leave(left.req_idx)
+        if self.states is not None:
+            self.states.tables.leave(left.req_idx)
         self._call("request_finished", left.request_id, left.req_idx, left.token_ids)
 
     def _change_requests(self, step: ScheduledStep) -> None:
@@ -222,6 +229,8 @@ class Runner:
             self.forget(left)
         for started in step.started:
             self.state.start(started, self._uploader)
+            if self.states is not None:
+                self.states.start(started.req_idx, started.state_blocks)
             self._call("request_started", started.request_id, started.req_idx, started.token_ids)
 
     def _call(self, hook: str, request_id: str, req_idx: int, token_ids: tuple[int, ...]) -> None:

@@ -18,6 +18,7 @@ from specround.engine.messages import (
     StepResult,
 )
 from specround.engine.request import Request, Status
+from specround.engine.state_pool import StatePool
 from specround.round import StepShape
 
 
@@ -64,10 +65,17 @@ class Scheduler:
         limits: What bounds a step.
         pool: The KV blocks.
         config: The speculator's policies, or None for plain decoding.
+        states: The recurrent state blocks, or None for a target without recurrent layers.
     """
 
-    def __init__(self, limits: SchedulerLimits, pool: BlockPool, config: SpeculatorConfig | None) -> None:
-        self.limits, self.pool, self._config = limits, pool, config
+    def __init__(
+        self,
+        limits: SchedulerLimits,
+        pool: BlockPool,
+        config: SpeculatorConfig | None,
+        states: StatePool | None = None,
+    ) -> None:
+        self.limits, self.pool, self.states, self._config = limits, pool, states, config
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.num_trimmed_drafts = 0
@@ -237,17 +245,30 @@ class Scheduler:
             limit = min(limit, self._ask_admit_limit())
         while self.waiting and not current.preempted and len(self.running) < limit and current.room > 0:
             request = self.waiting[0]
-            req_idx = self._free_slots[0]
-            request.start(req_idx)
-            rows = min(request.prefill_end, current.room)
-            if not self._reserve(request, rows, current):
-                request.leave(Status.WAITING)
+            if not self._start(request, current):
                 return
             self.waiting.popleft()
             self._free_slots.popleft()
             self.running.append(request)
             current.started.append(_started(request))
-            self._append(request, rows, current)
+            self._append(request, min(request.prefill_end, current.room), current)
+
+    def _start(self, request: Request, current: _Pass) -> bool:
+        """Hold a waiting request's blocks for its first rows, of KV and of states; all of them or none."""
+        request.start(self._free_slots[0])
+        spans = () if self.states is None else self.states.allocate()
+        if spans is not None:
+            request.state_blocks = spans
+            if self._reserve(request, min(request.prefill_end, current.room), current):
+                return True
+            self._free_states(request)
+        request.leave(Status.WAITING)
+        return False
+
+    def _free_states(self, request: Request) -> None:
+        if self.states is not None:
+            self.states.free(request.state_blocks)
+            request.state_blocks = ()
 
     def _ask_admit_limit(self) -> int:
         limit = self._ask("admit_limit")
@@ -317,7 +338,7 @@ class Scheduler:
             num_free_blocks=self.pool.num_free,
             num_total_blocks=self.pool.num_total,
             block_size=self.limits.block_size,
-            num_spec_blocks_held=0,
+            num_spec_blocks_held=0 if self.states is None else self.states.num_draft_blocks_held,
             num_speculative_tokens=config.num_speculative_tokens,
             max_candidates=self.limits.max_candidates,
             step=self._step,
@@ -339,6 +360,7 @@ class Scheduler:
     def _leave(self, request: Request, status: Status) -> None:
         self.running.remove(request)
         self.pool.free(request.blocks)
+        self._free_states(request)
         self._free_slots.append(request.req_idx)
         token_ids = tuple(request.token_ids)
         self._left.append(LeftRequest(request_id=request.request_id, req_idx=request.req_idx, token_ids=token_ids))
@@ -362,4 +384,5 @@ def _started(request: Request) -> StartedRequest:
         temperature=request.new.temperature,
         seed=request.new.seed,
         limit=request.limit,
+        state_blocks=request.state_blocks,
     )

@@ -2,7 +2,8 @@
 
 from specround.round.batch import RoundBatch, StepShape
 from specround.round.layout import PlanLayout
-from specround.round.lowering import lower_resources
+from specround.round.lowering import gather_capabilities, lower_resources
 from specround.round.spec_round import SpecRound
+from specround.round.state_layout import flush_rows
 
-__all__ = ["PlanLayout", "RoundBatch", "SpecRound", "StepShape", "lower_resources"]
+__all__ = ["PlanLayout", "RoundBatch", "SpecRound", "StepShape", "flush_rows", "gather_capabilities", "lower_resources"]

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from specround.contract import PlanView, SamplingView
+from specround.kernels.state_commit import StateTables
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +70,7 @@ class RoundBatch:
         sampling: Sampling parameters by `req_idx`.
         seeds: `[max_reqs]` int64.
         budget: Candidates that bounded this step's rows.
+        states: Where the requests' recurrent states are, or None for a target without any.
     """
 
     shape: StepShape
@@ -88,6 +90,7 @@ class RoundBatch:
     sampling: SamplingView
     seeds: Tensor
     budget: int
+    states: StateTables | None = None
 
     def plan_view(self) -> PlanView:
         """The step as `plan` sees it."""

@@ -9,9 +9,11 @@ from torch import Tensor
 
 from specround.contract import VerifyPlan
 from specround.kernels.kv_cache.naive import slots_of
+from specround.kernels.state_rows import StateRows
 from specround.kernels.tree import TreeTables, committable_rows, mask_bits, tree_tables
 from specround.kernels.tree_attention.rows import AttentionRows, RowContext, lay_out_rows
 from specround.round.batch import RoundBatch
+from specround.round.state_layout import lay_out_states
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -30,6 +32,7 @@ class PlanLayout:
         logits_rows: `[num_logits_rows]` int64, packed row of each logits row.
         token_index: `[num_logits_rows]` int64, index in its request of the token each logits row decides.
         logits_batch_idx: `[num_logits_rows]` int64, request of each logits row.
+        states: Where recurrent states of the rows come from and go to, None for a target without any.
     """
 
     plan: VerifyPlan
@@ -43,6 +46,7 @@ class PlanLayout:
     logits_rows: Tensor
     token_index: Tensor
     logits_batch_idx: Tensor
+    states: StateRows | None = None
 
 
 def lay_out(plan: VerifyPlan, batch: RoundBatch) -> PlanLayout:
@@ -64,6 +68,9 @@ def lay_out(plan: VerifyPlan, batch: RoundBatch) -> PlanLayout:
     offset = column if depth is None else torch.where(is_plan, depth[batch_idx, inside].to(torch.int64), column)
     positions = torch.where(used, root + offset, 0)
     by_bits = is_plan if visible is not None else torch.zeros_like(is_plan)
+    parents = None
+    if tables is not None or batch.states is not None:
+        parents = _packed_parents(plan, batch, batch_idx, column)
     context = RowContext(
         row_start=batch.row_start,
         context_len=torch.where(used, torch.where(by_bits, root, index + 1), 0),
@@ -74,12 +81,17 @@ def lay_out(plan: VerifyPlan, batch: RoundBatch) -> PlanLayout:
         key_offsets=depth,
         block_tables=batch.block_tables,
         block_size=batch.block_size,
-        parents=None if tables is None else _packed_parents(plan, batch, batch_idx, column),
+        parents=None if tables is None else parents,
     )
     logits_rows, logits_batch_idx, logits_column = _logits_rows(batch)
     row_depth = logits_column
     if tables is not None:
         row_depth = tables.depth[logits_batch_idx, logits_column.clamp(max=columns - 1)].to(torch.int64)
+    states = None
+    if batch.states is not None:
+        assert parents is not None
+        depths = None if tables is None else tables.depth
+        states = lay_out_states(plan, batch, batch.states, batch_idx, parents, depths)
     return PlanLayout(
         plan=plan,
         tables=tables,
@@ -92,6 +104,7 @@ def lay_out(plan: VerifyPlan, batch: RoundBatch) -> PlanLayout:
         logits_rows=logits_rows,
         token_index=batch.root_position[logits_batch_idx] + row_depth + 1,
         logits_batch_idx=logits_batch_idx,
+        states=states,
     )
 
 

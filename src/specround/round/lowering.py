@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 
+from torch import distributed
+
 from specround.contract import PLAN_KINDS, ConfigError, SpecCapabilities, SpecResources, SpeculatorConfig
 
 logger = logging.getLogger(__name__)
@@ -28,3 +30,20 @@ def lower_resources(config: SpeculatorConfig, declared: SpecResources, capabilit
         allowed = f"max_candidates of at most the declared {declared.max_candidates}"
         raise ConfigError(f"{type(config).__name__}.adapt_resources", effective.max_candidates, allowed)
     return effective
+
+
+def gather_capabilities(report: SpecCapabilities, group: distributed.ProcessGroup | None = None) -> SpecCapabilities:
+    """What the whole target verifies: the minimum of every rank's report, the same on every rank.
+
+    A collective: every rank of the group calls it once, at start-up, before `lower_resources`. Reasons are merged in
+    the order of the ranks, so that every rank also logs the same lines. Without `torch.distributed` there is one rank.
+
+    Args:
+        report: What this rank's layers verify.
+        group: The ranks that share the target; None = all of them.
+    """
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return SpecCapabilities.reduce([report])
+    reports = [report] * distributed.get_world_size(group)
+    distributed.all_gather_object(reports, report, group=group)
+    return SpecCapabilities.reduce(reports)

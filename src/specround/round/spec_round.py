@@ -20,6 +20,7 @@ from specround.contract import (
     overrides,
 )
 from specround.kernels.reference import PagedCommitKernel
+from specround.kernels.reference_states import StateCommitKernel
 from specround.round.acceptance import accept_match
 from specround.round.batch import RoundBatch
 from specround.round.chain import chain_plan
@@ -41,6 +42,7 @@ class SpecRound:
         speculator: The speculator, already bound, or None.
         resources: Effective resources.
         commit_kernel: Kernel of `layout:paged_token/commit`.
+        state_commit: Kernel of `layout:mamba_state@*/commit`, None for a target without recurrent layers.
         vocab_size: Size of the target's vocabulary.
         check_values: Read plans and results back and check them by value.
     """
@@ -53,9 +55,11 @@ class SpecRound:
         vocab_size: int,
         *,
         check_values: bool,
+        state_commit: StateCommitKernel | None = None,
     ) -> None:
         self.speculator, self.resources = speculator or BaseSpeculator(), resources
-        self.check_values, self._commit_kernel, self._vocab_size = check_values, commit_kernel, vocab_size
+        self.check_values, self._vocab_size = check_values, vocab_size
+        self._commit_kernel, self._state_commit = commit_kernel, state_commit
         hooks = ("plan", "accept", "observe_step", "propose", "absorb")
         self.hooks = frozenset(hook for hook in hooks if overrides(self.speculator, BaseSpeculator, hook))
 
@@ -103,6 +107,8 @@ class SpecRound:
         """Caches and row tensors as a chain would have left them."""
         if layout.plan.kind != "chain":
             commit_paths(self._commit_kernel, caches, result, batch)
+        if batch.states is not None and self._state_commit is not None:
+            self._state_commit(batch.states, batch.req_idx, result)
         return commit_rows(layout, result, batch, hidden_states)
 
     def observe(self, observation: StepObservation) -> None:
@@ -116,7 +122,8 @@ class SpecRound:
         view.draft_token_ids.index_fill_(0, view.req_idx, -1)
         if view.budget > 1 and "propose" in self.hooks:
             with self._hook("propose"):
-                return check_num_drafts(self.speculator.propose(view), len(view.num_rows))
+                requests = view.num_rows if view.host is None else view.host.request_ids  # without padding
+                return check_num_drafts(self.speculator.propose(view), len(requests))
         if view.budget == 1 and "absorb" in self.hooks:
             with self._hook("absorb"):
                 self.speculator.absorb(view)
