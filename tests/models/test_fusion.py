@@ -10,7 +10,7 @@ from specround.bench.batches import BatchPrompts
 from specround.bench.gate import check_speculator
 from specround.bench.variants import EngineVariant
 from specround.contract import ConfigError
-from specround.models.linear import DenseLinear, Int4Linear, Int8Linear, W8A8Linear, make_projection
+from specround.models.linear import DenseLinear, Int4Linear, Int8Linear, PackedLinear, W8A8Linear, make_projection
 from tiny_models import tiny_llama
 
 
@@ -53,6 +53,21 @@ def test_w8a8_approximates_the_dense_projection(dtype: torch.dtype, with_bias: b
     expected = DenseLinear(weight.float(), None if bias is None else bias.float())(x.float())
     assert 0 < relative_error(found, expected) < 0.02
     assert torch.equal(found[4], torch.zeros(48, dtype=dtype) if bias is None else bias)
+
+
+@pytest.mark.parametrize("rows", [1, 5, 40])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_packed_bfloat16_is_the_dense_product(rows: int, with_bias: bool) -> None:
+    """Packing changes the order of the weights only: the product is bfloat16's, for any number of rows."""
+    generator = torch.Generator().manual_seed(rows)
+    weight = torch.randn(48, 96, generator=generator).bfloat16()
+    bias = torch.randn(48, generator=generator).bfloat16() if with_bias else None
+    x = torch.randn(rows, 96, generator=generator).bfloat16()
+    packed = make_projection(weight, bias, None)
+    assert isinstance(packed, PackedLinear) == PackedLinear.fits(weight)
+    expected = DenseLinear(weight.float(), None if bias is None else bias.float())(x.float())
+    assert 0 < relative_error(packed(x), expected) < 0.01
+    assert relative_error(packed(x), expected.roll(1, -1)) > 0.5
 
 
 def test_w8a8_rows_do_not_depend_on_their_neighbours() -> None:

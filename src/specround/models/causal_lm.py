@@ -114,8 +114,9 @@ class CausalModel:
         )
 
     def named_parameters(self) -> dict[str, Tensor]:
-        """Weights by their checkpoint name, shared."""
-        return dict(self._module.named_parameters(remove_duplicate=False))
+        """Weights by their checkpoint name, shared; those that were packed are not among them."""
+        every = self._module.named_parameters(remove_duplicate=False)
+        return {name: weight for name, weight in every if weight.numel()}
 
     def bind(self, registry: KernelRegistry, caches: list[tuple[Tensor, Tensor]]) -> None:
         """Give every attention layer its kernel and its `(key, value)` cache, in layer order."""

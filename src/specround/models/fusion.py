@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from specround.models.attention import AttentionLayer
-from specround.models.linear import Projection, Quantization, make_projection
+from specround.models.linear import DenseLinear, Projection, Quantization, make_projection
 
 FUSED_MODEL_TYPES: Final = ("llama", "mistral", "qwen2", "qwen3")
 """Decoders of the standard form: norm, attention, add; norm, gated SiLU, add."""
@@ -134,8 +134,9 @@ def _merge(parts: Sequence[nn.Linear], quantization: Quantization | None) -> Pro
     if parts[0].bias is not None:
         bias = torch.cat([part.bias.data for part in parts])
     projection = make_projection(weight, bias, quantization)
-    kept = weight if quantization is None else weight.new_zeros(0, weight.shape[1])
+    keeps = isinstance(projection, DenseLinear)
+    kept = weight if keeps else weight.new_zeros(0, weight.shape[1])
     for part in parts:
-        rows = part.weight.shape[0] if quantization is None else 0
+        rows = part.weight.shape[0] if keeps else 0
         part.weight.data, kept = kept[:rows], kept[rows:]
     return projection
