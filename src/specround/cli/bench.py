@@ -99,7 +99,7 @@ def run(arguments: argparse.Namespace) -> int:
     from specround.bench import run_bench
     from specround.bench.plot import check_plotting, write_plot
     from specround.bench.tables import tables
-    from specround.cli.output import colour_console
+    from specround.cli.output import colour_console, json_line
     from specround.cli.progress import phase_bar, wants_progress
     from specround.cli.search_path import add_working_directory
 
@@ -117,12 +117,11 @@ def run(arguments: argparse.Namespace) -> int:
         console.print(table)
     for warning in result["warnings"]:
         sys.stderr.write(f"specround: warning: {warning}\n")
-    line = json.dumps(result, ensure_ascii=False) + "\n"
     if output is not None:
-        output.write_text(line, encoding="utf-8")
+        output.write_text(json.dumps(result, ensure_ascii=False) + "\n", encoding="utf-8")
     if arguments.plot is not None:
         write_plot(result, Path(arguments.plot))
-    sys.stdout.write(line)
+    sys.stdout.write(json_line(result, sys.stdout))
     return 0
 
 

@@ -52,6 +52,8 @@ _ENGINE_SETTINGS = {
     "block_size": "block_size",
     "num_blocks": "num_blocks",
     "kv_cache_memory_bytes": "kv_cache_memory_bytes",
+    "state_mode": "state_mode",
+    "num_state_blocks": "num_state_blocks",
     "engine_seed": "seed",
     "device": "device",
     "async_scheduling": "async_scheduling",
@@ -102,6 +104,8 @@ def _add_engine(group: Any) -> None:
     group.add_argument("--block-size", type=int, help="tokens per KV block (default: 16)")
     group.add_argument("--num-blocks", type=int, help="KV blocks")
     group.add_argument("--kv-cache-memory-bytes", type=int, help="memory of the KV blocks, instead of --num-blocks")
+    group.add_argument("--state-mode", help="replay or slots: how recurrent layers keep drafts (default: replay)")
+    group.add_argument("--num-state-blocks", type=int, help="blocks of recurrent states")
     group.add_argument("--engine-seed", type=int, help="seeds requests without a seed (default: 0)")
     group.add_argument("--device", help="auto, cpu or cuda")
     switch = argparse.BooleanOptionalAction

@@ -129,7 +129,13 @@ class LLM:
         return self.generate([{"messages": each} for each in several], sampling_params)
 
     def abort(self, request_ids: Sequence[str]) -> None:
-        """Finish requests of a running `stream` or `generate`; unknown ids are ignored."""
+        """Finish requests of a running `stream` or `generate`; unknown ids are ignored.
+
+        Raises:
+            RequestError: No sequence of ids.
+        """
+        if isinstance(request_ids, str) or not isinstance(request_ids, Sequence):
+            raise RequestError("request_ids", request_ids, "a list of request ids")
         self._deliver(self._core.abort(request_ids))
 
     def shutdown(self) -> None:
