@@ -74,6 +74,21 @@ def test_peers_on_the_engines_weights(bench, tmp_path):
     assert (peer["tokens_per_round"], peer["drafted"]) == (1.0, None)
 
 
+@pytest.mark.parametrize("quantization", ["int4", "w8a8"])
+def test_peers_beside_a_packed_model(bench, tmp_path, quantization):
+    """The engine may pack its weights away: transformers reads the file for itself, unpacked."""
+    from tiny_models import tiny_gguf
+
+    model = tiny_gguf(tmp_path / "tiny.gguf", max_position=512)
+    finished = bench(
+        "--model", str(model), "--speculative-config", NGRAM, "--setting", f'quantization="{quantization}"'
+    )
+    assert finished.code == 0
+    assert finished.result["gate"]["ngram"]["required"] == ("equal" if quantization == "w8a8" else "ties")
+    assert "transformers" in finished.result["roles"]
+    assert f"{quantization} (" in finished.out
+
+
 def test_speculators_of_one_method_have_different_names(bench):
     """Two settings of a method are told apart; the same setting twice is refused."""
     other = NGRAM.replace("3", "2")

@@ -6,11 +6,21 @@ import logging
 from typing import Any
 
 import pytest
+import torch
 from hybrid_reference import MAX_LEN, Hybrids
 from hybrid_rounds import Found, drive
 
 from specround import LLM, SamplingParams
-from specround.contract import BudgetView, CapabilityError, ConfigError, ModelError, SpecLimit, SpeculatorConfig
+from specround.contract import (
+    BudgetView,
+    CapabilityError,
+    ConfigError,
+    LayerDescriptor,
+    ModelError,
+    SpecLimit,
+    SpecResources,
+    SpeculatorConfig,
+)
 from specround.engine.state_pool import StatePool
 from specround.models.causal_lm import CausalModel
 from specround.models.families import FAMILIES
@@ -157,6 +167,68 @@ def test_bad_state_settings(settings: dict[str, Any], message: str, hybrids: Hyb
     """Errors name field, value and what is allowed."""
     with pytest.raises(ConfigError, match=message):
         LLM(hybrids["bamba"].path, SUFFIX, max_model_len=MAX_LEN, **settings)
+
+
+def test_settings_of_a_model_without_attention(hybrids: Hybrids) -> None:
+    """KV memory of any size is enough for a model that stores none."""
+    for settings in ({"kv_cache_memory_bytes": 1 << 30}, {"kv_cache_memory_bytes": 64}, {"num_blocks": 8}):
+        llm = LLM(hybrids["mamba2"].path, max_model_len=MAX_LEN, **settings)
+        assert llm.generate({"prompt_token_ids": [1, 2]}, greedy(3)[0])[0].error is None
+
+
+def test_state_blocks_of_a_model_without_states(drafter: str) -> None:
+    """A number of state blocks for a model that has no states is refused."""
+    with pytest.raises(ConfigError, match="num_state_blocks=4: must be None for model type 'llama'"):
+        LLM(drafter, max_model_len=MAX_LEN, num_state_blocks=4)
+
+
+@pytest.mark.parametrize("state_mode", ["replay", "slots"])
+def test_a_declined_state_commit_keeps_the_built_in_one(
+    state_mode: str, hybrids: Hybrids, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A provider's commit kernel that declines a layer is never called, and the text is plain decoding's."""
+
+    class Declining:
+        def supports(self, layer: LayerDescriptor) -> SpecLimit:
+            return SpecLimit("none", "cannot move states")
+
+        def bind(self, resources: SpecResources) -> None:
+            pass
+
+        def __call__(self, *arguments: Any) -> None:
+            raise AssertionError("called although it declined")
+
+    provider = (lambda: {f"layout:mamba_state@{state_mode}/commit": Declining()},)
+    monkeypatch.setattr(SuffixTreeConfig, "spec_kernel_providers", provider)
+    llm = LLM(hybrids["bamba"].path, SUFFIX, max_model_len=MAX_LEN, state_mode=state_mode)
+    assert llm.engine.plan_kind == "chain"
+    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in PROMPTS], greedy())
+    assert [list(output.outputs[0].token_ids) for output in outputs] == hybrids["bamba"].plain(PROMPTS, greedy())
+
+
+def test_flush_leaves_nothing_pending(hybrids: Hybrids) -> None:
+    """After a flush nothing is pending, a second one changes nothing, and decoding goes on with plain text."""
+    reference = hybrids["bamba"]
+    llm = LLM(reference.path, SUFFIX | {"num_speculative_tokens": 8}, max_model_len=MAX_LEN)
+    core, tokens, flushed = llm.engine.core, [], 0
+    _, ids = llm._inputs.tokenise({"prompt_token_ids": PROMPTS[3]})
+    core.add(llm._inputs.build("one", ids, greedy(24)[0], 0))
+    states = core.runner.states
+    assert states is not None
+    while core.has_work:
+        for update in core.step():
+            tokens += update.new_token_ids
+        flushed += int(states.tables.pending_len.sum())
+        states.flush()
+        assert int(states.tables.pending_len.sum()) == 0
+        before = [cache.clone() for layer in states.layers for _, cache in layer.caches()]
+        states.flush()
+        assert all(
+            torch.equal(one, two)
+            for one, two in zip(before, (c for layer in states.layers for _, c in layer.caches()), strict=True)
+        )
+    assert flushed > 0
+    assert [tokens] == reference.plain(PROMPTS[3:4], greedy(24)[:1])
 
 
 def test_spans_are_taken_whole() -> None:

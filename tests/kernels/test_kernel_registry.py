@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 import torch
@@ -269,3 +270,64 @@ def test_the_built_in_kernels_run_their_ops() -> None:
     cache = torch.arange(8.0).reshape(1, 8, 1)
     registry.get(PAGED)([cache], torch.tensor([6, 7]), torch.tensor([5, 6]))
     assert cache.flatten().tolist() == [0, 1, 2, 3, 4, 6, 7, 7]
+
+
+class Failing(Kernel):
+    """A kernel whose start-up methods fail, or answer nonsense."""
+
+    def __init__(self, supports: object = None, *, bind_fails: bool = False) -> None:
+        super().__init__()
+        self.answer, self.bind_fails = supports, bind_fails
+
+    def supports(self, layer: LayerDescriptor) -> SpecLimit:
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return self.answer  # type: ignore[return-value]
+
+    def bind(self, resources: SpecResources) -> None:
+        if self.bind_fails:
+            raise ValueError("no room")
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (
+            ValueError("boom"),
+            r"supports.. of kernel Failing for attention:full/verify, layer .* failed: ValueError: boom",
+        ),
+        ("tree", "returned 'tree': must be a SpecLimit"),
+        (None, "returned None: must be a SpecLimit"),
+    ],
+)
+def test_a_kernel_that_answers_nonsense_is_named(answer: object, message: str) -> None:
+    """What fails inside a provider's `supports` names kernel, key and layer."""
+    registry = KernelRegistry([lambda: {FULL: Failing(answer)}])
+    with pytest.raises(KernelError, match=message):
+        registry.limit(attention())
+
+
+def test_a_kernel_that_cannot_be_bound_is_named() -> None:
+    """What fails inside `bind` names the kernel."""
+    registry = KernelRegistry([lambda: {FULL: Failing(SpecLimit("mask"), bind_fails=True)}])
+    with pytest.raises(KernelError, match=r"bind.. of kernel Failing failed: ValueError: no room"):
+        registry.bind(MASK)
+
+
+def failing_provider() -> dict[str, Kernel]:
+    raise RuntimeError("no driver")
+
+
+@pytest.mark.parametrize(
+    ("providers", "message"),
+    [
+        (5, "spec_kernel_providers=5: must be a sequence"),
+        ("x", "spec_kernel_providers has 'x': must be a function"),
+        ([5], "spec_kernel_providers has 5: must be a function"),
+        ([failing_provider], "provider failing_provider failed: RuntimeError: no driver"),
+    ],
+)
+def test_bad_providers_are_named(providers: Any, message: str) -> None:
+    """Something that is no sequence of functions, or a function that fails, is an error that says so."""
+    with pytest.raises(KernelError, match=message):
+        KernelRegistry(providers)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -20,6 +21,7 @@ from specround.bench.timing import Progress, measure
 from specround.bench.variants import EngineVariant, Run, Variant
 from specround.contract import parse_speculative_config
 from specround.engine import LLM
+from specround.models.sources import resolve_model
 
 _ROW_CURVE = {"method": "specround.bench.row_curve:RowCurveConfig"}
 _CACHE_FIELD = "suffix_decoding_max_cached_requests"
@@ -74,7 +76,7 @@ def _run(
         "hardware": describe_hardware(device),
         "versions": describe_versions(),
         "commit": describe_commit(),
-        "warnings": _warnings(settings, names),
+        "warnings": _warnings(settings, names, recurrent=bool(model.recurrent_layers)),
         "gate": gate,
         "roles": roles,
         "results": summarise([batch.kind for batch in batches], samples, roles),
@@ -155,6 +157,7 @@ def _load_peers(settings: BenchSettings, plain: EngineVariant, device: torch.dev
     report("loading transformers", 0, 1)
     model = TransformersModel(
         settings.checkpoint,
+        resolve_model(settings.model),
         plain.llm.engine.model,
         device=device,
         max_tokens=settings.max_tokens,
@@ -162,7 +165,7 @@ def _load_peers(settings: BenchSettings, plain: EngineVariant, device: torch.dev
     )
     report("loading transformers", 1, 1)
     peers: list[Variant] = [TransformersVariant(model)]
-    if settings.batch == 1:
+    if settings.batch == 1 and not plain.llm.engine.model.recurrent_layers:
         peers.append(TransformersVariant(model, settings.lookup_tokens))
     return peers
 
@@ -182,7 +185,7 @@ def _shown(settings: BenchSettings, names: Sequence[str], chosen: Mapping[str, l
     }
 
 
-def _warnings(settings: BenchSettings, names: Sequence[str]) -> list[str]:
+def _warnings(settings: BenchSettings, names: Sequence[str], *, recurrent: bool) -> list[str]:
     found = [
         f"{name} keeps finished requests ({_CACHE_FIELD}): repeats draft from earlier answers to the same prompt"
         for name, config in zip(names, settings.speculators, strict=True)
@@ -190,6 +193,13 @@ def _warnings(settings: BenchSettings, names: Sequence[str]) -> list[str]:
     ]
     if settings.batch > 1 and settings.peers:
         found.append("transformers' prompt lookup takes one prompt at a time: left out of this batch")
+    elif recurrent and settings.peers:
+        found.append("transformers' prompt lookup does not take models with recurrent layers: left out")
+    if settings.repeats == 1:
+        found.append("one repeat shows no spread: figures of a busy machine may mean nothing")
+    cores = os.cpu_count() or 1
+    if hasattr(os, "getloadavg") and os.getloadavg()[0] > cores + 1:
+        found.append(f"the machine is busy: a load of {os.getloadavg()[0]:.1f} on {cores} cores")
     return found
 
 

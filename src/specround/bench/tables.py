@@ -34,9 +34,9 @@ def _gate(result: dict[str, Any]) -> Table:
 
 
 def _rates(result: dict[str, Any]) -> Table:
-    table = Table(
-        title=f"{result['model']}, {result['dtype']}, batch {result['settings']['batch']}", title_justify="left"
-    )
+    packed = result["settings"]["engine"].get("quantization")
+    kind = result["dtype"] if packed is None else f"{packed} ({result['dtype']})"
+    table = Table(title=f"{result['model']}, {kind}, batch {result['settings']['batch']}", title_justify="left")
     table.add_column("prompts")
     table.add_column("variant")
     for heading in ("tokens/s", "x plain", "decode tokens/s", "x plain", "tokens/round", "accepted/drafted", "spread"):

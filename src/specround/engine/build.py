@@ -251,13 +251,15 @@ def _num_blocks(
     config: EngineConfig, layers: list[tuple[KVShape, torch.dtype]], max_model_len: int, device: torch.device
 ) -> tuple[int, str]:
     """Usable blocks, and the setting that decided it."""
-    per_block = bytes_per_block(layers, config.block_size)
+    per_block = max(1, bytes_per_block(layers, config.block_size))  # 0 without attention layers
     needed = -(-max_model_len // config.block_size)
     if config.num_blocks is not None:
         field, value, num_blocks = "num_blocks", config.num_blocks, config.num_blocks
     elif config.kv_cache_memory_bytes is not None:
         field, value = "kv_cache_memory_bytes", config.kv_cache_memory_bytes
-        num_blocks = config.kv_cache_memory_bytes // max(per_block, 1)
+        num_blocks = config.kv_cache_memory_bytes // per_block
+        if not layers:
+            num_blocks = min(num_blocks, MAX_SETTING["num_blocks"])
         if num_blocks > MAX_SETTING["num_blocks"]:
             most = MAX_SETTING["num_blocks"]
             raise ConfigError(field, value, f"at most {most * per_block}: {most} blocks of {config.block_size} tokens")
@@ -267,7 +269,7 @@ def _num_blocks(
         if device.type == "cpu":
             available = min(available, _DEFAULT_CPU_KV_BYTES)
         field, value = "max_model_len", max_model_len
-        num_blocks = min(available // max(per_block, 1), needed * config.max_num_seqs, MAX_SETTING["num_blocks"])
+        num_blocks = min(available // per_block, needed * config.max_num_seqs, MAX_SETTING["num_blocks"])
     if num_blocks < needed:
         allowed = (
             f"enough for one request of max_model_len={max_model_len}: {needed} blocks of {config.block_size} tokens, "
@@ -294,7 +296,8 @@ def _build_runner(
     commit_kernel: PagedCommitKernel = registry.get("layout:paged_token/commit")  # type: ignore[assignment]
     state_commit: StateCommitKernel | None = None
     if states is not None:
-        state_commit = registry.get(f"layout:mamba_state@{config.state_mode}/commit")  # type: ignore[assignment]
+        key = f"layout:mamba_state@{config.state_mode}/commit"
+        state_commit = registry.get(key, states.layers[0].descriptor(config.state_mode))  # type: ignore[assignment]
     spec_round = SpecRound(
         speculator, effective, commit_kernel, model.vocab_size, check_values=check_values, state_commit=state_commit
     )

@@ -32,8 +32,8 @@ class LLM:
         speculative_config: `{"method": ..., "num_speculative_tokens": K, ...}` or None for plain decoding.
         on_load: Called with (done, total, name) while weights load.
         settings: The other settings of `EngineConfig`: `dtype`, `quantization`, `max_model_len`, `max_num_seqs`,
-            `max_num_batched_tokens`, `block_size`, `kv_cache_memory_bytes` or `num_blocks`, `seed`, `device`,
-            `async_scheduling`, `check_values`, `cuda_graphs`, `record_rounds`.
+            `max_num_batched_tokens`, `block_size`, `kv_cache_memory_bytes` or `num_blocks`, `state_mode`,
+            `num_state_blocks`, `seed`, `device`, `async_scheduling`, `check_values`, `cuda_graphs`, `record_rounds`.
 
     Raises:
         ConfigError: A setting is unknown, out of range or does not fit the model.

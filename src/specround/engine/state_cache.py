@@ -65,6 +65,9 @@ def build_states(
         ConfigError: Fewer blocks than one request needs, or more than fits into memory.
     """
     if not model.recurrent_layers:
+        if config.num_state_blocks is not None:
+            allowed = f"None for model type {model.config.model_type!r}, which has no recurrent layers"
+            raise ConfigError("num_state_blocks", config.num_state_blocks, allowed)
         return None, None
     tables = StateTables(config.state_mode, config.max_num_seqs + 1, max_drafts, device)
     field, num_blocks = "num_state_blocks", config.num_state_blocks

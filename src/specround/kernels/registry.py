@@ -28,7 +28,7 @@ class KernelRegistry:
         providers: Factories of kernels by key; a later one wins a key, each override is logged once.
 
     Raises:
-        KernelError: A provider supplies an unknown key, or something that is not a kernel.
+        KernelError: A provider fails, or supplies an unknown key or something that is not a kernel.
 
     Example:
         >>> KernelRegistry().limit(LayerDescriptor(name="layer 0", verify_key="attention:full/verify")).kind
@@ -38,12 +38,19 @@ class KernelRegistry:
     def __init__(self, providers: Iterable[KernelProvider] = ()) -> None:
         self._built_in: dict[str, SpecKernel] = ReferenceKernels()
         self._kernels: dict[str, SpecKernel] = dict(self._built_in)
+        if not isinstance(providers, Iterable):
+            raise KernelError(f"spec_kernel_providers={providers!r}: must be a sequence of functions")
         for provider in providers:
             self._overlay(provider)
 
     def _overlay(self, provider: KernelProvider) -> None:
         name = getattr(provider, "__qualname__", repr(provider))
-        kernels = provider()
+        if not callable(provider):
+            raise KernelError(f"spec_kernel_providers has {provider!r}: must be a function that returns kernels by key")
+        try:
+            kernels = provider()
+        except Exception as error:
+            raise KernelError(f"provider {name} failed: {type(error).__name__}: {error}") from error
         if not isinstance(kernels, Mapping):
             raise KernelError(f"provider {name} returned {kernels!r}: must be a mapping of kernels by key")
         for key, kernel in kernels.items():
@@ -65,7 +72,7 @@ class KernelRegistry:
             layer: Who is to run it: a layer that the kernel declines gets the built-in one, for its prompts and chains.
         """
         kernel = self._kernels.get(key)
-        if kernel is not None and layer is not None and kernel.supports(layer).kind == "none":
+        if kernel is not None and layer is not None and self._supports(key, kernel, layer).kind == "none":
             return self._built_in.get(key)
         return kernel
 
@@ -87,11 +94,27 @@ class KernelRegistry:
             if key != "layout:paged_token/commit" or resources.kind != "chain":
                 bound[id(kernel)] = kernel
         for kernel in bound.values():
-            kernel.bind(resources)
+            try:
+                kernel.bind(resources)
+            except Exception as error:
+                name = type(kernel).__name__
+                raise KernelError(f"bind() of kernel {name} failed: {type(error).__name__}: {error}") from error
 
     def _kernel_limit(self, key: str, layer: LayerDescriptor) -> SpecLimit:
         kernel = self._kernels.get(key)
         if kernel is None:
             return SpecLimit("chain", f"no kernel is registered for {key}")
-        limit = kernel.supports(layer)
+        limit = self._supports(key, kernel, layer)
         return SpecLimit("chain", limit.reason) if limit.kind == "none" else limit
+
+    @staticmethod
+    def _supports(key: str, kernel: SpecKernel, layer: LayerDescriptor) -> SpecLimit:
+        """What a kernel answers, or an error that names it."""
+        asked = f"supports() of kernel {type(kernel).__name__} for {key}, layer {layer.name}"
+        try:
+            limit = kernel.supports(layer)
+        except Exception as error:
+            raise KernelError(f"{asked} failed: {type(error).__name__}: {error}") from error
+        if not isinstance(limit, SpecLimit):
+            raise KernelError(f"{asked} returned {limit!r}: must be a SpecLimit")
+        return limit

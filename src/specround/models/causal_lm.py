@@ -26,7 +26,7 @@ class CausalModel:
     Args:
         pretrained: A loaded checkpoint; its module is changed in place.
         name: Prefix of the layers' names in messages and kernels.
-        quantization: Pack projections to "int8" or "int4", or None. On a CPU, for the families that run fused.
+        quantization: Pack projections to "int8", "int4" or "w8a8", or None. On a CPU, for the families that run fused.
         state_mode: How recurrent layers keep the states of drafts.
 
     Raises:

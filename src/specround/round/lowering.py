@@ -18,7 +18,7 @@ def lower_resources(config: SpeculatorConfig, declared: SpecResources, capabilit
         CapabilityError: The target verifies nothing.
         ConfigError: The speculator's answer is still above what the target verifies, or above what it declared.
     """
-    if PLAN_KINDS.index(capabilities.kind) < PLAN_KINDS.index(declared.kind):
+    if capabilities.kind != "none" and PLAN_KINDS.index(capabilities.kind) < PLAN_KINDS.index(declared.kind):
         for reason in capabilities.reasons:
             logger.warning("the target verifies at most a %s, not a %s: %s", capabilities.kind, declared.kind, reason)
     effective = config.adapt_resources(declared, capabilities)

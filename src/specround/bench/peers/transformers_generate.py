@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -14,30 +13,40 @@ import transformers
 from transformers import AutoModelForCausalLM, GenerationConfig, StoppingCriteria
 
 from specround.bench.variants import Role, Run, TokenIds
+from specround.models.pretrained import load_pretrained
 
 if TYPE_CHECKING:
     from specround.models.causal_lm import CausalModel
+    from specround.models.sources import ModelSource
 
 
 class TransformersModel:
     """A model as transformers runs it.
 
     Args:
-        checkpoint: Hugging Face directory to load. None = take over configuration and weights of `like`, copied:
-            transformers would dequantise a GGUF file to the same values.
-        like: The engine's model: for its dtype, its end-of-sequence ids and, without a checkpoint, its weights.
+        checkpoint: Hugging Face directory to load. None = the weights as the engine reads them from its GGUF file;
+            transformers would dequantise it to the same values.
+        source: What the engine loaded.
+        like: The engine's model: for its dtype and its end-of-sequence ids.
         device: Where it runs.
         max_tokens: Tokens per prompt, at most.
         ignore_eos: Generate `max_tokens` tokens whatever they are.
     """
 
     def __init__(
-        self, checkpoint: Path | None, like: CausalModel, *, device: torch.device, max_tokens: int, ignore_eos: bool
+        self,
+        checkpoint: Path | None,
+        source: ModelSource,
+        like: CausalModel,
+        *,
+        device: torch.device,
+        max_tokens: int,
+        ignore_eos: bool,
     ) -> None:
         self.eos_token_ids = () if ignore_eos else tuple(like.eos_token_ids)
         self.max_tokens, self.device = max_tokens, device
         with _quiet():
-            self.module: Any = _copied(like) if checkpoint is None else _loaded(checkpoint, like.dtype)
+            self.module: Any = _read(source, like) if checkpoint is None else _loaded(checkpoint, like.dtype)
         self.module.to(device).eval()
         self.module.generation_config = GenerationConfig(**self._settings())
 
@@ -128,10 +137,10 @@ def _loaded(checkpoint: Path, dtype: torch.dtype) -> Any:
     return AutoModelForCausalLM.from_pretrained(str(checkpoint), dtype=dtype, local_files_only=True)
 
 
-def _copied(like: CausalModel) -> Any:
-    config = copy.deepcopy(like.config)
-    module = AutoModelForCausalLM.from_config(config, dtype=like.dtype, attn_implementation="sdpa")
-    module.load_state_dict(like.named_parameters())
+def _read(source: ModelSource, like: CausalModel) -> Any:
+    """A module of its own: the engine's has other attention, and its projections may be packed."""
+    module = load_pretrained(source, like.dtype, torch.device("cpu")).module
+    module.set_attn_implementation("sdpa")
     return module
 
 
