@@ -37,6 +37,9 @@ class RoundMetadataBuilder(AttentionMetadataBuilder):
     rows: AttentionRows | None = None
     """Set by the runner before each forward, used once."""
 
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> RoundMetadata:
         """The metadata of a step. Only the number of rows and their slots are vLLM's."""
         rows, self.rows = self.rows, None
@@ -55,7 +58,7 @@ class RoundAttention(CPUAttentionBackendImpl):
     @property
     def round_window(self) -> int | None:
         """Sliding window in tokens, or None."""
-        return None if self.sliding_window[0] < 0 else int(self.sliding_window[0]) + 1
+        return None if self.sliding_window < 0 else int(self.sliding_window)
 
     def do_kv_cache_update(self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
         """Write the rows' keys and values; a row without a slot writes nothing."""
