@@ -80,7 +80,7 @@ class RoundRunner(CPUModelRunner):
             req_idx = self.req_states.req_id_to_index[new.req_id]
             params, tokens = new.sampling_params, list(new.prefill_token_ids)
             states = self.sampler.sampling_states
-            self.steps.start(new.req_id, req_idx, tokens, self._prompt_len(new) + (params.max_tokens or 1))
+            self.steps.start(new.req_id, req_idx, tokens, int(new.prompt_len) + (params.max_tokens or 1))
             self.steps.table.set_sampling(req_idx, float(params.temperature), int(states.seeds.np[req_idx]))
             limit = sampling_limit(params)
             if limit.kind == "none":
@@ -91,7 +91,7 @@ class RoundRunner(CPUModelRunner):
         """Plan the step: ids, positions and slots of its rows replace those of vLLM's chain."""
         block_tables, slot_mappings = super().prepare_attn(input_batch)
         count, total = input_batch.num_reqs, input_batch.num_tokens
-        step = self.steps.plan(self._requests(input_batch), block_tables[0][:count], self._block_size())
+        step = self.steps.plan(self._requests(input_batch), block_tables[0][:count], int(self.kernel_block_sizes[0]))
         layout = step.layout
         input_batch.input_ids[:total].copy_(layout.input_ids)
         input_batch.positions[:total].copy_(layout.positions)
@@ -133,10 +133,3 @@ class RoundRunner(CPUModelRunner):
             num_computed=tuple(input_batch.num_computed_tokens_np[:count].tolist()),
             prefill_len=tuple(input_batch.prefill_len_np[:count].tolist()),
         )
-
-    def _block_size(self) -> int:
-        return int(self.kernel_block_sizes[0])
-
-    @staticmethod
-    def _prompt_len(new: Any) -> int:
-        return int(new.prompt_len)

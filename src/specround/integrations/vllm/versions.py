@@ -42,7 +42,7 @@ def find_package() -> Path:
         ConfigError: It is not installed.
     """
     found = importlib.util.find_spec("vllm")
-    if found is None or not found.submodule_search_locations:
+    if found is None or found.origin is None or not found.submodule_search_locations:  # a folder is no package
         raise ConfigError("vllm", None, f"installed, in version {' or '.join(supported_versions())}")
     return Path(next(iter(found.submodule_search_locations)))
 
