@@ -1,16 +1,9 @@
-"""Engines in processes of their own, and what plain vLLM generates. Deselected unless asked for with `-m vllm`."""
+"""Tiny checkpoints for vLLM. Tests that run vLLM are deselected unless asked for with `-m vllm`."""
 
 from __future__ import annotations
 
-import json
-import random
-import subprocess
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -19,11 +12,9 @@ for folder in (ROOT / "tests", ROOT / "examples"):
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
 
-from tiny_models import tiny_llama, tiny_model  # noqa: E402
+from vllm_targets import VOCAB, Target, make_asks  # noqa: E402
 
-VOCAB = 24
-ENGINE = {"max_model_len": 128, "max_num_seqs": 4, "max_num_batched_tokens": 48}
-Ask = dict[str, Any]
+from tiny_models import tiny_llama, tiny_model  # noqa: E402
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -33,66 +24,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     chosen = [item for item in items if item.get_closest_marker("vllm") is None]
     config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
     items[:] = chosen
-
-
-def run_engine(folder: Path, name: str, job: dict[str, Any]) -> dict[str, Any]:
-    """Run `one_engine.py` and read what it printed."""
-    given, made = folder / f"{name}.job.json", folder / f"{name}.result.json"
-    given.write_text(json.dumps(job))
-    command = [sys.executable, str(Path(__file__).with_name("one_engine.py")), str(given), str(made)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=500)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(made.read_text())
-
-
-@dataclass(frozen=True)
-class Target:
-    """A checkpoint, requests, and what plain vLLM makes of them."""
-
-    folder: Path
-    model: str
-    asks: list[Ask]
-    vocab_size: int
-
-    @cached_property
-    def plain(self) -> list[list[int]]:
-        """Tokens of stock vLLM without speculation and without any class of ours."""
-        return run_engine(self.folder, "plain", self.job(None))["tokens"][0]
-
-    def job(self, speculative: dict[str, Any] | None, **others: Any) -> dict[str, Any]:
-        return {"model": self.model, "engine": ENGINE, "speculative": speculative, "batches": [self.asks]} | others
-
-    def config(self, name: str) -> dict[str, Any]:
-        """The speculative config of a speculator under test."""
-        answers = self.folder / "answers.json"
-        if name.startswith("adversarial"):
-            answers.write_text(json.dumps([[ask["prompt"], made] for ask, made in zip(self.asks, self.plain)]))
-        adversarial = {"method": "adversarial_from_file", "answers_file": str(answers), "vocab_size": self.vocab_size}
-        members = {
-            "ngram": {"method": "ngram", "num_speculative_tokens": 5},
-            "suffix_tree": {"method": "suffix_tree", "suffix_decoding_max_spec_factor": 4.0},
-            "recall": {"method": "recall"},
-            "adversarial": adversarial,
-            "adversarial_mask": adversarial | {"use_masks": True},
-        }
-        return {"num_speculative_tokens": 9} | members[name]
-
-    def run(self, name: str, speculative: dict[str, Any], **others: Any) -> dict[str, Any]:
-        return run_engine(self.folder, name, self.job(speculative, **others))
-
-
-def make_asks(vocab_size: int, count: int = 7) -> list[Ask]:
-    """More requests than run at once, with prompts longer than a step and outputs of mixed lengths, one of them 1."""
-    rng = random.Random(0)
-    lengths = [30, 12, 25, 5, 30, 1, 18]
-    return [
-        {
-            "prompt": [rng.randrange(vocab_size) for _ in range(3 + 9 * i)],
-            "max_tokens": lengths[i % len(lengths)],
-            "temperature": 0.0,
-        }
-        for i in range(count)
-    ]
 
 
 @pytest.fixture(scope="session")
@@ -110,10 +41,3 @@ def qwen3(tmp_path_factory: pytest.TempPathFactory) -> Target:
     changes = {"head_dim": 32, "use_sliding_window": False, "sliding_window": None, "vocab_size": VOCAB}
     model = tiny_model(folder / "model", "qwen3", **changes)
     return Target(folder, str(model), make_asks(VOCAB, 5), VOCAB)
-
-
-@pytest.fixture(scope="session")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, dict[str, Any]], dict[str, Any]]:
-    """Run any job."""
-    folder = tmp_path_factory.mktemp("vllm-jobs")
-    return lambda name, job: run_engine(folder, name, job)

@@ -30,6 +30,7 @@ def run_vllm(job):
     prepare_environment()
     import file_speculators  # noqa: F401  (registers)
     import tree_speculator  # noqa: F401  (registers "recall")
+
     from vllm import LLM, SamplingParams
 
     settings = {
@@ -128,7 +129,7 @@ def run_embedded(job):
         ]
         made = llm.generate(prompts, params)
         tokens.append([list(one.outputs[0].token_ids) for one in made])
-        for ask, one in zip(batch, made):
+        for ask, one in zip(batch, made, strict=True):
             rounds[str(ask["prompt"])] = [list(trace.committed) for trace in one.rounds]
     return {"tokens": tokens, "rounds": rounds}
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from conftest import ENGINE
+from vllm_targets import ENGINE
 
 pytestmark = pytest.mark.vllm
 

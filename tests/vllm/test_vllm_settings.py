@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from importlib.metadata import packages_distributions
 from types import SimpleNamespace
 
 import pytest
@@ -65,26 +66,24 @@ def test_kwargs_refuse_what_they_decide():
 def test_serve_prints_its_command(capsys):
     """`specround vllm serve --print-command` shows the flags; flags of vLLM are handed on."""
     text = json.dumps(NGRAM)
-    assert main(["vllm", "serve", "--speculative-config", text, "--print-command", "m", "--port", "1"]) == 0
+    assert main(["vllm", "serve", "m", "--port", "1", "--speculative-config", text, "--print-command"]) == 0
     printed = capsys.readouterr().out
     assert printed.startswith("VLLM_USE_V2_MODEL_RUNNER=1 vllm serve m ")
     assert printed.rstrip().endswith("--port 1")
     assert "--worker-cls specround.integrations.vllm.worker.RoundWorker" in printed
+    assert main(["vllm", "serve", "--speculative-config", text, "--print-command", "m", "--port", "1"]) == 0
+    assert capsys.readouterr().out == printed
+    assert main(["vllm", "serve", "m"]) == 2
+    assert "--speculative-config is required" in capsys.readouterr().err
     with pytest.raises(ConfigError, match="--worker-cls"):
         serve_arguments("m", NGRAM, ["--worker_cls=other"])
 
 
+@pytest.mark.skipif("vllm" in packages_distributions(), reason="vLLM is installed")
 def test_serve_without_vllm_says_what_is_missing(capsys):
-    """Without vLLM installed the command fails in one line that names the versions."""
-    if main(["vllm", "serve", "--speculative-config", json.dumps(NGRAM), "m"]) != 2:
-        pytest.fail("vLLM is not supposed to be in this environment")
+    """Without vLLM the command fails in one line that names the versions."""
+    assert main(["vllm", "serve", "--speculative-config", json.dumps(NGRAM), "m"]) == 2
     assert "installed, in version 0.32.0 or 0.33.0" in capsys.readouterr().err
-
-
-test_serve_without_vllm_says_what_is_missing = pytest.mark.skipif(
-    "vllm" in sys.modules or __import__("importlib.metadata").metadata.packages_distributions().get("vllm") is not None,
-    reason="vLLM is installed",
-)(test_serve_without_vllm_says_what_is_missing)
 
 
 def test_importing_the_integration_is_light():
@@ -121,7 +120,9 @@ def test_layers_name_what_lowers_them():
     """ALiBi, KV sharing and the rest become features that the kernels decline."""
     plain = SimpleNamespace(alibi_slopes=None, logits_soft_cap=0, sinks=None)
     assert layer_features(plain) == (frozenset(), None, None, False)
-    odd = SimpleNamespace(alibi_slopes=[1], kv_sharing_target_layer_name="x", logits_soft_cap=2.0, sinks=[0], round_window=4)
+    odd = SimpleNamespace(
+        alibi_slopes=[1], kv_sharing_target_layer_name="x", logits_soft_cap=2.0, sinks=[0], round_window=4
+    )
     assert layer_features(odd) == (frozenset({"alibi", "kv_sharing"}), 4, 2.0, True)
 
 

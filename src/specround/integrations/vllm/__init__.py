@@ -1,4 +1,4 @@
-"""Speculators inside released vLLM: `llm_kwargs` says how to start it. Importing this package imports neither vLLM nor torch."""
+"""Speculators inside released vLLM: `llm_kwargs` says how to start it. Importing this loads neither vLLM nor torch."""
 
 from specround.integrations.vllm.settings import ENVIRONMENT, llm_kwargs, prepare_environment
 

@@ -60,7 +60,9 @@ class RoundAttention(CPUAttentionBackendImpl):
         """Sliding window in tokens, or None."""
         return None if self.sliding_window < 0 else int(self.sliding_window)
 
-    def do_kv_cache_update(self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
+    def do_kv_cache_update(
+        self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
+    ) -> None:
         """Write the rows' keys and values; a row without a slot writes nothing."""
         key_cache, value_cache = split_cache(kv_cache)
         count = slot_mapping.shape[0]

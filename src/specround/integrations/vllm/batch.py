@@ -61,10 +61,7 @@ def make_batch(
     row_start, logits_start = offsets(requests.num_rows), offsets(plan_rows)
     temperature = table.sampling.temperature[list(requests.req_idx)].tolist()
     sampled = [
-        row
-        for i, value in enumerate(temperature)
-        if value > 0
-        for row in range(logits_start[i], logits_start[i + 1])
+        row for i, value in enumerate(temperature) if value > 0 for row in range(logits_start[i], logits_start[i + 1])
     ]
     caps = [
         min(rows, 1 if request_id in table.plain else max_candidates)

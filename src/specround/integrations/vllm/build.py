@@ -61,7 +61,7 @@ def build_steps(speculation: SpeculatorConfig, runner: Any, attention: Mapping[s
     )
     host = VllmDraftHost(runner.model, table, runner.vocab_size)
     with _start_up_hook(speculation, "create"):
-        speculator = speculation.create(declared, host, device)
+        speculator: object = speculation.create(declared, host, device)
     if not isinstance(speculator, BaseSpeculator):
         cause = f"it returned {speculator!r:.200}: must be a BaseSpeculator"
         raise SpeculatorError(type(speculation).__name__, "create", (), cause)

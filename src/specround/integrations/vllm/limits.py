@@ -115,7 +115,9 @@ def sampling_limit(sampling_params: object) -> SpecLimit:
     Args:
         sampling_params: vLLM's `SamplingParams`, or anything with the same attributes.
     """
-    found = [name for name, neutral in _HISTORY.items() if getattr(sampling_params, name, neutral) not in (neutral, None)]
+    found = [
+        name for name, neutral in _HISTORY.items() if getattr(sampling_params, name, neutral) not in (neutral, None)
+    ]
     found += [name for name in _LISTS if getattr(sampling_params, name, None)]
     found += [name for name in _OPTIONAL if getattr(sampling_params, name, None) is not None]
     if not found:

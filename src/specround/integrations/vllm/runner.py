@@ -27,6 +27,7 @@ class RoundRunner(CPUModelRunner):
     """Plans before the forward, accepts in the sampler, commits after it."""
 
     steps: RoundSteps
+    sampler: Any
 
     def __init__(self, vllm_config: Any, device: torch.device) -> None:
         super().__init__(vllm_config, device)

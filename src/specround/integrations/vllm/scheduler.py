@@ -58,9 +58,7 @@ class RoundScheduler(Scheduler):
         assert self._policies is not None
         if scheduler_output.num_scheduled_tokens:
             budget = self._policies.candidate_budget(self._pool_state())
-            scheduler_output.num_spec_tokens_to_schedule = min(
-                budget - 1, scheduler_output.num_spec_tokens_to_schedule
-            )
+            scheduler_output.num_spec_tokens_to_schedule = min(budget - 1, scheduler_output.num_spec_tokens_to_schedule)
             self._policies.step += 1
         setattr(scheduler_output, KEPT, self._kept)
         self._kept = {}
