@@ -31,7 +31,8 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Target:
     """A Llama of 24 tokens with heads of a size that stock vLLM's CPU kernels take."""
     folder = tmp_path_factory.mktemp("vllm-llama")
     model = tiny_llama(folder / "model", seed=1, vocab_size=VOCAB, hidden=128, max_position=256)
-    return Target(folder, str(model), make_asks(VOCAB), VOCAB)
+    drafter = tiny_llama(folder / "drafter", seed=2, vocab_size=32, layers=1, hidden=64, heads=2, kv_heads=1)
+    return Target(folder, str(model), make_asks(VOCAB), VOCAB, str(drafter))
 
 
 @pytest.fixture(scope="session")

@@ -21,6 +21,20 @@ def test_tokens_are_plain_vllms(llama, name):
         assert made["moves"] > 10, "commit had nothing to move"
 
 
+@pytest.mark.parametrize("name", ["self_draft", "self_tree", "foreign_tree"])
+def test_draft_models(llama, name):
+    """A draft model's KV lives beside the target's: tokens and rounds are as elsewhere, whoever drafts."""
+    config = llama.config(name)
+    made = llama.run(name, config)
+    there = llama.run(f"{name}-there", config, host="embedded")
+    assert made["tokens"][0] == llama.plain
+    assert made["leaked_blocks"] == 0
+    assert made["rounds"] == there["rounds"]
+    if name == "self_draft":  # the target drafts for itself: every draft is accepted
+        lengths = [len(tokens) for rounds in made["rounds"].values() for tokens in rounds[1:-1]]
+        assert set(lengths) == {config["num_speculative_tokens"] + 1}
+
+
 @pytest.mark.parametrize("name", ["suffix_tree", "adversarial_mask"])
 def test_tokens_are_plain_vllms_qwen3(qwen3, name):
     """The same on another family."""

@@ -34,6 +34,7 @@ class Target:
     model: str
     asks: list[Ask]
     vocab_size: int
+    drafter: str = ""
 
     @cached_property
     def plain(self) -> list[list[int]]:
@@ -55,6 +56,9 @@ class Target:
             "ngram": {"method": "ngram", "num_speculative_tokens": 5},
             "suffix_tree": {"method": "suffix_tree", "suffix_decoding_max_spec_factor": 4.0},
             "recall": {"method": "recall"},
+            "self_draft": {"method": "draft_model", "model": self.model},
+            "self_tree": {"method": "draft_model", "model": self.model, "max_branching": 2},
+            "foreign_tree": {"method": "draft_model", "model": self.drafter, "max_branching": 3},
             "adversarial": adversarial,
             "adversarial_mask": adversarial | {"use_masks": True},
         }

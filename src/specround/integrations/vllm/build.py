@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -30,13 +30,12 @@ from specround.round import SpecRound, lower_resources
 logger = logging.getLogger(__name__)
 
 
-def build_steps(speculation: SpeculatorConfig, runner: Any, attention: Mapping[str, Any]) -> RoundSteps:
+def build_steps(speculation: SpeculatorConfig, runner: Any) -> RoundSteps:
     """Build the round.
 
     Args:
         speculation: The speculator's config.
         runner: vLLM's runner with the target loaded.
-        attention: Attention implementation of each layer, by name.
 
     Raises:
         ConfigError: The speculator needs what is not hosted.
@@ -48,8 +47,8 @@ def build_steps(speculation: SpeculatorConfig, runner: Any, attention: Mapping[s
     with _start_up_hook(speculation, "declare_resources"):
         declared = speculation.declare_resources()
     _check_declared(declared)
-    descriptors = {name: describe_layer(name, layer) for name, layer in attention.items()}
-    capabilities = registry.capabilities(descriptors.values())
+    descriptors = [describe_layer(name, layer) for name, layer in _attention(runner).items()]
+    capabilities = registry.capabilities(descriptors)
     with _start_up_hook(speculation, "adapt_resources"):
         effective = lower_resources(speculation, declared, capabilities)
     _check_effective(speculation, declared, effective)
@@ -59,7 +58,7 @@ def build_steps(speculation: SpeculatorConfig, runner: Any, attention: Mapping[s
         num_drafts=declared.max_candidates - 1,
         device=device,
     )
-    host = VllmDraftHost(runner.model, table, runner.vocab_size)
+    host = VllmDraftHost(runner, table)
     with _start_up_hook(speculation, "create"):
         speculator: object = speculation.create(declared, host, device)
     if not isinstance(speculator, BaseSpeculator):
@@ -68,8 +67,9 @@ def build_steps(speculation: SpeculatorConfig, runner: Any, attention: Mapping[s
     with _start_up_hook(speculator, "bind_resources"):
         speculator.bind_resources(effective)
     registry.bind(effective)
-    for name, layer in attention.items():
-        layer.kernel = registry.get(descriptors[name].verify_key, descriptors[name])
+    for name, layer in _attention(runner).items():
+        descriptor = describe_layer(name, layer)
+        layer.kernel = registry.get(descriptor.verify_key, descriptor)
     commit: PagedCommitKernel = registry.get("layout:paged_token/commit")  # type: ignore[assignment]
     spec_round = SpecRound(speculator, effective, commit, runner.vocab_size, check_values=device.type == "cpu")
     logger.info("%s verifies a %s of %d rows", speculation.method, effective.kind, effective.max_candidates)
@@ -79,6 +79,12 @@ def build_steps(speculation: SpeculatorConfig, runner: Any, attention: Mapping[s
         wants_hidden=effective.hidden_states == "last",
         host_drafting=effective.drafting == "host" and "propose" in spec_round.hooks,
     )
+
+
+def _attention(runner: Any) -> dict[str, Any]:
+    """Attention implementations by the names of their layers, of the target and of drafters that are loaded."""
+    layers = runner.compilation_config.static_forward_context
+    return {name: layer.impl for name, layer in layers.items() if hasattr(layer, "impl")}
 
 
 def describe_layer(name: str, layer: Any) -> LayerDescriptor:

@@ -1,7 +1,7 @@
 """What vLLM's settings allow a speculator, decided from the configuration alone; needs no vLLM.
 
-A setting is refused when nothing of the round was tried with it, and lowers the plan kind when chains are known to
-work. Every message names the field, its value and what is allowed.
+A setting is refused when nothing of the round was tried with it. Every message names the field, its value and what is
+allowed.
 """
 
 from __future__ import annotations
@@ -23,13 +23,11 @@ class Rule:
         field: Dotted path below vLLM's configuration.
         accepts: Whether a value is fine.
         allowed: What is allowed and why, as a phrase after "must be".
-        may_be_missing: Whether some supported version lacks the field.
     """
 
     field: str
     accepts: Callable[[object], bool]
     allowed: str
-    may_be_missing: bool = False
 
 
 def _is(*values: object) -> Callable[[object], bool]:
@@ -37,7 +35,7 @@ def _is(*values: object) -> Callable[[object], bool]:
 
 
 def _unset(value: object) -> bool:
-    return value is None or value is False
+    return value is None or value is False or value == []
 
 
 REFUSALS: Final = (
@@ -49,24 +47,31 @@ REFUSALS: Final = (
     Rule("model_config.is_hybrid", _unset, "False: recurrent states are not hosted in vLLM yet"),
     Rule("model_config.use_mla", _unset, "False: the attention backend here has no latent cache"),
     Rule("model_config.enforce_eager", _is(True), "True: graphs and compiled forwards were not tried"),
+    Rule("model_config.logits_processors", _unset, "unset: processors of others do not know the path of a row"),
+    Rule("model_config.return_sampling_mask", _unset, "False: masks are not brought into the order of the path"),
+    Rule("model_config.enable_trace_replay", _unset, "False: replayed tokens would not be the round's"),
+    Rule("model_config.enable_prompt_embeds", _unset, "False: a speculator is given tokens"),
+    Rule("watermark_config", _unset, "unset: watermarks change the draws"),
+    Rule("diffusion_config", _unset, "unset: a round commits tokens in order"),
     Rule("parallel_config.pipeline_parallel_size", _is(1), "1: plans do not reach other pipeline stages"),
     Rule("parallel_config.tensor_parallel_size", _is(1), "1: ranks are not told the same plan"),
     Rule("parallel_config.data_parallel_size", _is(1), "1: ranks do not agree on skipping drafts"),
     Rule("parallel_config.decode_context_parallel_size", _is(1), "1: a tree mask spans the whole context"),
-    Rule("parallel_config.prefill_context_parallel_size", _is(1), "1: a tree mask spans the whole context", True),
+    Rule("parallel_config.prefill_context_parallel_size", _is(1), "1: a tree mask spans the whole context"),
     Rule("parallel_config.enable_dbo", _unset, "False: micro-batches split a plan"),
-    Rule("parallel_config.ubatch_size", _is(0, 1, None), "0: micro-batches split a plan", True),
+    Rule("parallel_config.ubatch_size", _is(0, 1, None), "0: micro-batches split a plan"),
+    Rule("parallel_config.enable_batch_sharded_sampling", _unset, "False: acceptance takes a whole step"),
     Rule("lora_config", _unset, "unset: adapters were not tried with plan rows"),
     Rule("kv_transfer_config", _unset, "unset: a KV connector would send slots before they are committed"),
-    Rule("ec_transfer_config", _unset, "unset: encoder caches are not hosted", True),
+    Rule("ec_transfer_config", _unset, "unset: encoder caches are not hosted"),
     Rule("scheduler_config.async_scheduling", _unset, "False: results are taken in at once"),
     Rule(
         "cache_config.cache_dtype",
         _is("auto", "float32", "bfloat16", "float16"),
         "'auto': KV quantised with separate scales has no commit kernel that moves the scales",
     ),
-    Rule("cache_config.kv_sharing_fast_prefill", _unset, "False: rows of a plan would be skipped", True),
-    Rule("speculative_config.enable_adaptive_verification", _unset, "False: the speculator trims plans", True),
+    Rule("cache_config.kv_sharing_fast_prefill", _unset, "False: rows of a plan would be skipped"),
+    Rule("speculative_config.enable_adaptive_verification", _unset, "False: the speculator trims plans"),
     Rule("device_config.device_type", _is("cpu"), "'cpu': attention backends of other devices are not hosted yet"),
 )
 """Settings that are refused, in the order they are checked."""
@@ -84,9 +89,8 @@ def check_settings(config: object) -> None:
     for rule in REFUSALS:
         value = _read(config, rule.field)
         if value is _MISSING:
-            if not rule.may_be_missing:
-                raise ConfigError(rule.field, None, "known to this version of vLLM: its value cannot be checked")
-        elif not rule.accepts(value):
+            raise ConfigError(rule.field, None, "known to this version of vLLM: its value cannot be checked")
+        if not rule.accepts(value):
             raise ConfigError(rule.field, value, rule.allowed)
 
 

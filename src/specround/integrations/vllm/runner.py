@@ -39,9 +39,7 @@ class RoundRunner(CPUModelRunner):
     def load_model(self, *arguments: Any, **named: Any) -> None:
         """Load the target, then the speculator, which may load models of its own."""
         super().load_model(*arguments, **named)
-        layers = self.compilation_config.static_forward_context
-        attention = {name: layer.impl for name, layer in layers.items() if hasattr(layer, "impl")}
-        self.steps = build_steps(self._speculation, self, attention)
+        self.steps = build_steps(self._speculation, self)
         self.speculator.steps = self.steps
         self.sampler = RoundSampler.adopt(self.sampler, self.steps)
         self.rejection_sampler = RoundRejectionSampler(self.sampler, self.speculative_config, self.device)
