@@ -45,6 +45,14 @@ def qwen3(tmp_path_factory: pytest.TempPathFactory) -> Target:
 
 
 @pytest.fixture(scope="session")
+def mistral(tmp_path_factory: pytest.TempPathFactory) -> Target:
+    """A Mistral with windows of seven tokens."""
+    folder = tmp_path_factory.mktemp("vllm-mistral")
+    model = tiny_model(folder / "model", "mistral", head_dim=32, vocab_size=VOCAB)
+    return Target(folder, str(model), make_asks(VOCAB, 4), VOCAB)
+
+
+@pytest.fixture(scope="session")
 def run_smollm2(tmp_path_factory: pytest.TempPathFactory):
     """Run SmolLM2, whose packaged weights are written as a directory that vLLM loads."""
     import torch

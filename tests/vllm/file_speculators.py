@@ -42,3 +42,22 @@ class SuffixWithPolicies(SuffixTreeConfig):
         assert 1 <= view.num_running <= self.most_running
         assert 0 <= view.num_free_blocks <= view.num_total_blocks
         return self.budgets[view.step % len(self.budgets)]
+
+
+@register_speculator("failing")
+@dataclass(frozen=True, kw_only=True)
+class FailingConfig(SuffixTreeConfig):
+    """`suffix_tree` whose plan fails in the third round."""
+
+    def create(self, resources, host, device):
+        speculator = super().create(resources, host, device)
+        plan, calls = speculator.plan, []
+
+        def failing_plan(view):
+            calls.append(view)
+            if len(calls) == 3:
+                raise ZeroDivisionError("the third round")
+            return plan(view)
+
+        speculator.plan = failing_plan
+        return speculator

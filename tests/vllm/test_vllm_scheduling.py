@@ -55,3 +55,14 @@ def test_requests_that_need_a_history_verify_no_drafts(llama):
     assert made["tokens"] == plain["tokens"]
     for ask in asks[1::2]:
         assert all(len(tokens) == 1 for tokens in made["rounds"][str(ask["prompt"])])
+
+
+def test_windows(mistral):
+    """Windows of seven tokens, smaller than the trees, measure positions and not slots."""
+    assert mistral.run("mask", mistral.config("adversarial_mask"))["tokens"][0] == mistral.plain
+
+
+def test_a_failing_hook_is_named(llama):
+    """An exception in a hook ends the run with the names of speculator, hook and cause."""
+    with pytest.raises(AssertionError, match=r"SuffixTreeSpeculator\.plan failed: ZeroDivisionError: the third round"):
+        llama.run("failing", {"method": "failing", "num_speculative_tokens": 4})
