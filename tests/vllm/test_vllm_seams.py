@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 
@@ -95,9 +94,7 @@ def test_every_overridden_method_is_recorded():
             assert not missing, f"{name} overrides {missing}, which seams.json lacks for {version}"
 
 
-@pytest.mark.skipif(
-    (spec := importlib.util.find_spec("vllm")) is None or spec.origin is None, reason="vLLM is not installed"
-)
+@pytest.mark.vllm
 def test_the_installed_vllm_has_the_recorded_seams():
     """The release in this environment is as it was when it was recorded."""
     assert versions.check_version() in versions.supported_versions()
