@@ -14,6 +14,7 @@ from specround.cli.fetch import add_parser as add_fetch
 from specround.cli.generate import add_parser as add_generate
 from specround.cli.models import add_parser as add_models
 from specround.cli.parser import Parser, UsageError
+from specround.cli.vllm import add_parser as add_vllm
 from specround.cli.wait_policy import choose_wait_policy
 from specround.contract.errors import ConfigError, ModelError, SpecRoundError
 from specround.version import __version__
@@ -45,7 +46,7 @@ def build_parser() -> Parser:
     parser = Parser(prog="specround", description=_DESCRIPTION, epilog=_EPILOG)
     parser.add_argument("--version", action="version", version=f"specround {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for add_command in (add_generate, add_models, add_fetch, add_demo, add_bench):
+    for add_command in (add_generate, add_models, add_fetch, add_demo, add_bench, add_vllm):
         add_command(commands).add_argument("--debug", action="store_true", help="show the traceback of an error")
     return parser
 

@@ -13,11 +13,12 @@ from specround.engine.device_state import DeviceState
 from specround.kernels.kv_cache.naive import write_kv
 from specround.kernels.reference import AttentionKernel
 from specround.kernels.registry import KernelRegistry
-from specround.kernels.tree_attention.rows import AttentionRows, RowContext, lay_out_rows
+from specround.kernels.tree_attention.rows import AttentionRows
 from specround.models.attention import KVShape
 from specround.models.causal_lm import CausalModel
 from specround.models.pretrained import load_pretrained
 from specround.models.sources import resolve_model
+from specround.round.draft_rows import DraftRowLayout, DraftSlots
 
 
 class HostedDraftModel:
@@ -63,11 +64,7 @@ class EngineDraftHost:
         self._caches: dict[str, tuple[Tensor, Tensor]] = {}
         self._kernels: dict[str, AttentionKernel] = {}
         self._current: tuple[AttentionRows, Tensor] | None = None
-        rows = state.null_req_idx + 1
-        device = state.block_tables.device
-        self._base = torch.zeros(rows, dtype=torch.int64, device=device)
-        self._ancestors = torch.zeros(rows, 64, dtype=torch.int64, device=device)
-        self._offsets = torch.zeros(rows, 64, dtype=torch.int64, device=device)
+        self._layout = DraftRowLayout(state.null_req_idx + 1, state.block_tables.device)
         self.max_kv_len = 0
         """Upper bound of the slots any row may see; set by the runner for each step."""
 
@@ -148,31 +145,14 @@ class EngineDraftHost:
 
     def begin(self, rows: DraftRows) -> None:
         """Lay out the rows of the next draft forward."""
-        state, req_idx = self._state, rows.req_idx
-        live = (rows.slots >= 0) & (rows.slots < state.num_allocated_slots[req_idx])
-        rooted = live & (rows.parents < 0)
-        self._grow(rows, live, rooted)
-        base = self._base[req_idx]
-        column = (rows.slots - base).clamp(0, 63)
-        bits = torch.where(live & ~rooted, self._ancestors[req_idx, column], 0)
-        context_len = torch.where(rooted, rows.slots + 1, torch.where(live, base + 1, 0))
-        row_start, owners = _request_bounds(rows.num_rows, req_idx)
-        tables = state.block_tables[owners]
-        safe = rows.slots.clamp(min=0)
-        block = state.block_tables[req_idx, (safe // state.block_size).clamp(max=tables.shape[1] - 1)]
-        slots = torch.where(live, block * state.block_size + safe % state.block_size, 0)
-        context = RowContext(
-            row_start=row_start,
-            context_len=context_len,
-            positions=rows.positions,
-            kv_len=self._highest(rows, live)[owners] + 1,
-            base=self._base[owners],
-            bits=bits,
-            key_offsets=self._offsets[owners],
-            block_tables=tables,
+        state = self._state
+        held = DraftSlots(
+            block_tables=state.block_tables,
+            num_allocated_slots=state.num_allocated_slots,
             block_size=state.block_size,
+            max_kv_len=self.max_kv_len,
         )
-        self._current = (lay_out_rows(rows.num_rows, self.max_kv_len, context), slots)
+        self._current = self._layout.lay_out(rows, held)
 
     def attend(self, layer: str, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Write the rows' KV to the layer's cache and attend."""
@@ -187,36 +167,3 @@ class EngineDraftHost:
         return self._kernels[layer](
             query, key_cache, value_cache, rows, scale=scale, window=window, sinks=None, softcap=None
         )
-
-    def _grow(self, rows: DraftRows, live: Tensor, rooted: Tensor) -> None:
-        """Remember tree bases and ancestors; column 0 is the base, which the context covers."""
-        latest = self._highest(rows, rooted)
-        self._base.copy_(torch.where(latest >= 0, latest, self._base))
-        base = self._base[rows.req_idx]
-        grown = live & ~rooted
-        parent = (rows.parents - base).clamp(0, 63)
-        column = (rows.slots - base).clamp(0, 63)
-        inherited = torch.where(parent > 0, self._ancestors[rows.req_idx, parent], 0)
-        own = inherited | (torch.ones_like(column) << column)
-        owner = torch.where(grown, rows.req_idx, self._state.null_req_idx)
-        self._ancestors[owner, column] = own
-        self._offsets[owner, column] = rows.positions - base
-
-    def _highest(self, rows: DraftRows, chosen: Tensor) -> Tensor:
-        """Highest slot among the chosen rows of each request slot, -1 without one."""
-        slots = torch.where(chosen, rows.slots, -1)
-        return torch.full_like(self._base, -1).scatter_reduce(0, rows.req_idx, slots, "amax")
-
-
-def _request_bounds(num_rows: Sequence[int], req_idx: Tensor) -> tuple[Tensor, Tensor]:
-    """`row_start [R + 1]` int32 and the slot of each request, from host counts without an upload when uniform."""
-    count = len(num_rows)
-    if min(num_rows) == max(num_rows):
-        step = num_rows[0]
-        return torch.arange(count + 1, device=req_idx.device, dtype=torch.int32) * step, req_idx[::step]
-    counts = torch.tensor(num_rows, dtype=torch.int32)
-    if req_idx.is_cuda:
-        counts = counts.pin_memory().to(req_idx.device, non_blocking=True)
-    row_start = torch.zeros(count + 1, dtype=torch.int32, device=req_idx.device)
-    row_start[1:] = counts.cumsum(0)
-    return row_start, req_idx[row_start[:-1].to(torch.int64)]

@@ -1,0 +1,69 @@
+"""`specround vllm serve`: start `vllm serve` with a speculator of ours."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import sys
+from typing import Any
+
+from specround.cli.parser import Parser, UsageError, json_object
+
+_DESCRIPTION = """\
+Start `vllm serve MODEL` with a speculator. The flags that vLLM needs for it are filled in; every argument that is not
+listed here is handed on to vLLM as it is. vLLM has to be installed beside this package, in a supported version: see
+docs/vllm.md.
+
+filled in: --worker-cls, --scheduler-cls, --speculative-config (which carries only the number of drafts),
+--additional-config (which carries the speculator), --no-async-scheduling, --enforce-eager, and the environment variable
+VLLM_USE_V2_MODEL_RUNNER=1.
+
+examples:
+  specround vllm serve ./my-model --speculative-config '{"method": "suffix_tree", "num_speculative_tokens": 12}'
+  specround vllm serve ./my-model --port 8001 --max-model-len 4096 --print-command \\
+      --speculative-config '{"method": "tree_speculator:RecallConfig", "num_speculative_tokens": 12}'
+"""
+
+
+def add_parser(commands: Any) -> argparse.ArgumentParser:
+    """Add the sub-command."""
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "vllm", help="serve with vLLM, with a speculator of ours", description=_DESCRIPTION
+    )
+    parser.add_argument("action", choices=("serve",), help="what vLLM does")
+    parser.add_argument("model", metavar="MODEL", help="as `vllm serve` takes it")
+    _add_options(parser)
+    parser.add_argument("others", nargs=argparse.REMAINDER, metavar="...", help="further arguments of `vllm serve`")
+    parser.set_defaults(run=run)
+    return parser
+
+
+def _add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--speculative-config", type=json_object, metavar="JSON", help="the speculator, as for `specround generate`"
+    )
+    parser.add_argument("--print-command", action="store_true", help="print the command instead of running it")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Replace this process by vLLM's, or print its command."""
+    from specround.cli.search_path import add_working_directory
+    from specround.integrations.vllm.settings import ENVIRONMENT, serve_arguments
+    from specround.integrations.vllm.versions import check_version
+
+    behind = Parser(prog="specround vllm serve", add_help=False)  # options of ours that stand behind MODEL
+    _add_options(behind)
+    ours, others = behind.parse_known_args(arguments.others)
+    speculative_config = ours.speculative_config or arguments.speculative_config
+    if speculative_config is None:
+        raise UsageError("--speculative-config is required (see specround vllm --help)")
+    add_working_directory()
+    words = serve_arguments(arguments.model, speculative_config, others)
+    if ours.print_command or arguments.print_command:
+        environment = " ".join(f"{name}={value}" for name, value in ENVIRONMENT.items())
+        sys.stdout.write(f"{environment} {shlex.join(['vllm', *words])}\n")
+        return 0
+    check_version()
+    sys.stdout.flush()
+    os.execv(sys.executable, [sys.executable, "-m", "specround.integrations.vllm.serve", *words])

@@ -1,0 +1,133 @@
+"""Start-up inside vLLM's worker: from the speculator's config and the target's layers to `RoundSteps`."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from specround.contract import (
+    PLAN_KINDS,
+    BaseSpeculator,
+    ConfigError,
+    LayerDescriptor,
+    SpecResources,
+    SpecRoundError,
+    SpeculatorConfig,
+    SpeculatorError,
+)
+from specround.integrations.vllm.draft_host import VllmDraftHost
+from specround.integrations.vllm.limits import layer_features
+from specround.integrations.vllm.requests import RequestTable
+from specround.integrations.vllm.step import RoundSteps
+from specround.kernels.reference import PagedCommitKernel
+from specround.kernels.registry import KernelRegistry
+from specround.round import SpecRound, lower_resources
+
+logger = logging.getLogger(__name__)
+
+
+def build_steps(speculation: SpeculatorConfig, runner: Any) -> RoundSteps:
+    """Build the round.
+
+    Args:
+        speculation: The speculator's config.
+        runner: vLLM's runner with the target loaded.
+
+    Raises:
+        ConfigError: The speculator needs what is not hosted.
+        CapabilityError: The target verifies nothing.
+        SpeculatorError: A hook of the speculator failed.
+    """
+    device: torch.device = runner.device
+    registry = KernelRegistry(speculation.spec_kernel_providers)
+    with _start_up_hook(speculation, "declare_resources"):
+        declared = speculation.declare_resources()
+    _check_declared(declared)
+    descriptors = [describe_layer(name, layer) for name, layer in _attention(runner).items()]
+    capabilities = registry.capabilities(descriptors)
+    with _start_up_hook(speculation, "adapt_resources"):
+        effective = lower_resources(speculation, declared, capabilities)
+    _check_effective(speculation, declared, effective)
+    table = RequestTable(
+        max_num_seqs=runner.max_num_reqs,
+        max_model_len=runner.max_model_len,
+        num_drafts=declared.max_candidates - 1,
+        device=device,
+    )
+    host = VllmDraftHost(runner, table)
+    with _start_up_hook(speculation, "create"):
+        speculator: object = speculation.create(declared, host, device)
+    if not isinstance(speculator, BaseSpeculator):
+        cause = f"it returned {speculator!r:.200}: must be a BaseSpeculator"
+        raise SpeculatorError(type(speculation).__name__, "create", (), cause)
+    with _start_up_hook(speculator, "bind_resources"):
+        speculator.bind_resources(effective)
+    registry.bind(effective)
+    for name, layer in _attention(runner).items():
+        descriptor = describe_layer(name, layer)
+        layer.kernel = registry.get(descriptor.verify_key, descriptor)
+    commit: PagedCommitKernel = registry.get("layout:paged_token/commit")  # type: ignore[assignment]
+    spec_round = SpecRound(speculator, effective, commit, runner.vocab_size, check_values=device.type == "cpu")
+    logger.info("%s verifies a %s of %d rows", speculation.method, effective.kind, effective.max_candidates)
+    return RoundSteps(
+        spec_round,
+        table,
+        wants_hidden=effective.hidden_states == "last",
+        host_drafting=effective.drafting == "host" and "propose" in spec_round.hooks,
+    )
+
+
+def _attention(runner: Any) -> dict[str, Any]:
+    """Attention implementations by the names of their layers, of the target and of drafters that are loaded."""
+    layers = runner.compilation_config.static_forward_context
+    return {name: layer.impl for name, layer in layers.items() if hasattr(layer, "impl")}
+
+
+def describe_layer(name: str, layer: Any) -> LayerDescriptor:
+    """What the kernels need to know about one of vLLM's attention layers.
+
+    Args:
+        name: Its name in vLLM.
+        layer: Its attention implementation.
+    """
+    features, window, softcap, has_sinks = layer_features(layer)
+    return LayerDescriptor(
+        name=name,
+        verify_key="attention:full/verify" if window is None else "attention:sliding/verify",
+        window=window,
+        has_sinks=has_sinks,
+        softcap=softcap,
+        features=features,
+    )
+
+
+def _check_declared(declared: SpecResources) -> None:
+    if isinstance(declared.hidden_states, tuple):
+        raise ConfigError("hidden_states", declared.hidden_states, "'none' or 'last' in vLLM")
+    if declared.draft_layers:
+        names = [layer.name for layer in declared.draft_layers]
+        raise ConfigError("draft_layers", names, "empty in vLLM: KV of draft modules is not hosted there yet")
+
+
+def _check_effective(speculation: SpeculatorConfig, declared: SpecResources, effective: SpecResources) -> None:
+    field = f"{type(speculation).__name__}.adapt_resources"
+    if PLAN_KINDS.index(effective.kind) > PLAN_KINDS.index(declared.kind):
+        raise ConfigError(field, effective.kind, f"at most the declared {declared.kind!r}")
+    for name in ("drafting", "hidden_states", "draft_layers"):
+        if getattr(effective, name) != getattr(declared, name):
+            raise ConfigError(field, getattr(effective, name), f"{name}={getattr(declared, name)!r}, as declared")
+
+
+@contextmanager
+def _start_up_hook(owner: object, hook: str) -> Iterator[None]:
+    """Name the speculator and its hook when it fails; errors that already say what to change pass as they are."""
+    try:
+        yield
+    except SpecRoundError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise SpeculatorError(type(owner).__name__, hook, (), f"{type(error).__name__}: {error}") from error

@@ -1,0 +1,72 @@
+"""vLLM's two samplers, whose draws are replaced by the round's acceptance."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from vllm.v1.worker.gpu.sample.sampler import Sampler
+from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
+
+from specround.integrations.vllm.step import RoundSteps
+
+_PARAMETERS = 8
+"""Leading arguments of `Sampler.sample` that `Sampler.apply_sampling_params` takes too."""
+
+
+class RoundSampler(Sampler):
+    """Samples steps in which no request has drafts."""
+
+    steps: RoundSteps
+
+    @classmethod
+    def adopt(cls, sampler: Sampler, steps: RoundSteps) -> RoundSampler:
+        """A sampler that shares the state of vLLM's own.
+
+        Args:
+            sampler: vLLM's.
+            steps: The rounds.
+        """
+        adopted = cls.__new__(cls)
+        adopted.__dict__ = sampler.__dict__ | {"steps": steps}
+        return adopted
+
+    def sample(self, logits: Tensor, *arguments: Any, **named: Any) -> tuple[Tensor, Tensor]:
+        """Tokens `[R]` and processed logits; a dummy run, which has no plan, is vLLM's own."""
+        if self.steps.current is None:
+            return super().sample(logits, *arguments, **named)  # type: ignore[no-any-return]
+        processed = self.apply_sampling_params(logits, *arguments[: _PARAMETERS - 1])
+        tokens, _ = self.steps.accept(logits, processed)
+        return tokens[:, 0], processed
+
+
+class RoundRejectionSampler(RejectionSampler):
+    """Samples steps in which some request has drafts."""
+
+    def _verify(
+        self, logits: Tensor, draft_logits: Any, draft_sampled: Tensor, *arguments: Any, **named: Any
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Processed logits, tokens `[R, K + 1]` and their number `[R]`."""
+        steps: RoundSteps = self.sampler.steps
+        step = steps.current
+        expected = 0 if step is None else sum(step.requests.num_drafts) + len(step.requests.num_drafts)
+        if logits.shape[0] != expected:
+            raise RuntimeError(
+                f"vLLM verifies {logits.shape[0]} of {expected} logits rows at once: lower max_num_seqs or "
+                "num_speculative_tokens until the logits of a step fit into one chunk"
+            )
+        pos, _, idx_mapping, idx_mapping_np, expanded_idx_mapping, expanded_local_pos, seq_lens = arguments[:7]
+        processed = self.sampler.apply_sampling_params(
+            logits,
+            expanded_idx_mapping,
+            idx_mapping,
+            idx_mapping_np,
+            pos,
+            draft_sampled,
+            expanded_local_pos,
+            seq_lens,
+        )
+        tokens, num_committed = steps.accept(logits, processed)
+        sampled = tokens.new_zeros(tokens.shape[0], self.num_speculative_steps + 1)
+        sampled[:, : tokens.shape[1]] = tokens
+        return processed, sampled, num_committed

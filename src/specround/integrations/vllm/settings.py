@@ -1,0 +1,124 @@
+"""How vLLM is started with a speculator: the arguments of its `LLM`, the flags of its `serve`, its environment."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+from collections.abc import Mapping
+from typing import Any, Final
+
+from specround.contract import ConfigError, parse_speculative_config
+
+CONFIG_KEY: Final = "specround"
+"""Key of the speculative config in vLLM's `additional_config`."""
+WORKER: Final = "specround.integrations.vllm.worker.RoundWorker"
+SCHEDULER: Final = "specround.integrations.vllm.scheduler.RoundScheduler"
+ENVIRONMENT: Final[Mapping[str, str]] = {"VLLM_USE_V2_MODEL_RUNNER": "1"}
+"""Environment variables that vLLM needs on every device."""
+CPU_ENVIRONMENT: Final[Mapping[str, str]] = {"TRITON_INTERPRET": "1"}
+"""What it needs besides on a CPU, where the V2 runner's kernels run in Triton's interpreter."""
+
+
+def llm_kwargs(speculative_config: Mapping[str, Any], **others: Any) -> dict[str, Any]:
+    """Arguments for `vllm.LLM(model, **llm_kwargs(...))`.
+
+    Call `prepare_environment` before vLLM is imported.
+
+    Args:
+        speculative_config: As `specround.LLM` takes it: `{"method": ..., "num_speculative_tokens": K, ...}`.
+        others: Further arguments of `vllm.LLM`.
+
+    Raises:
+        ConfigError: The speculative config is wrong, or another argument is decided by it.
+
+    Example:
+        >>> llm_kwargs({"method": "ngram", "num_speculative_tokens": 4})["speculative_config"]["num_speculative_tokens"]
+        4
+    """
+    num_drafts = parse_speculative_config(speculative_config).num_speculative_tokens
+    own: dict[str, Any] = {
+        "worker_cls": WORKER,
+        "scheduler_cls": SCHEDULER,
+        "speculative_config": carrier_config(num_drafts),
+        "async_scheduling": False,
+        "enforce_eager": True,
+    }
+    for name, value in own.items():
+        if name in others and others[name] != value:
+            raise ConfigError(name, others[name], f"left out: the speculator needs {value!r}")
+    additional = dict(others.pop("additional_config", None) or {})
+    if CONFIG_KEY in additional:
+        raise ConfigError(f"additional_config[{CONFIG_KEY!r}]", additional[CONFIG_KEY], "left out: it is filled in")
+    return {**others, **own, "additional_config": {**additional, CONFIG_KEY: dict(speculative_config)}}
+
+
+def serve_arguments(model: str, speculative_config: Mapping[str, Any], others: list[str]) -> list[str]:
+    """Arguments of `vllm serve`.
+
+    Args:
+        model: The target.
+        speculative_config: As `llm_kwargs` takes it; must be expressible in JSON.
+        others: Further arguments, handed on as they are.
+
+    Raises:
+        ConfigError: The speculative config is wrong, or a flag is decided by it.
+    """
+    own = llm_kwargs(speculative_config)
+    flags = {
+        "--worker-cls": own["worker_cls"],
+        "--scheduler-cls": own["scheduler_cls"],
+        "--speculative-config": json.dumps(own["speculative_config"]),
+        "--additional-config": json.dumps(own["additional_config"]),
+    }
+    switches = ["--no-async-scheduling", "--enforce-eager"]
+    taken = {*flags, "--async-scheduling", "--no-enforce-eager"}
+    for word in others:
+        name = word.partition("=")[0].replace("_", "-")
+        if name in taken:
+            raise ConfigError(name, word, "left out: it is filled in from --speculative-config")
+    return ["serve", model, *(word for flag in flags.items() for word in flag), *switches, *others]
+
+
+def carrier_config(num_drafts: int) -> dict[str, Any]:
+    """A speculative config that makes vLLM schedule rows for `num_drafts` drafts; its own drafter is replaced."""
+    return {
+        "method": "ngram",
+        "num_speculative_tokens": num_drafts,
+        "prompt_lookup_max": 1,
+        "prompt_lookup_min": 1,
+    }
+
+
+def own_config(additional_config: object) -> dict[str, Any]:
+    """The speculative config in vLLM's `additional_config`.
+
+    Raises:
+        ConfigError: There is none: our worker or scheduler class was named without it.
+    """
+    found = additional_config.get(CONFIG_KEY) if isinstance(additional_config, Mapping) else None
+    if not isinstance(found, Mapping):
+        allowed = "a speculative config: start vLLM with specround.integrations.vllm.llm_kwargs or specround vllm serve"
+        raise ConfigError(f"additional_config[{CONFIG_KEY!r}]", found, allowed)
+    return dict(found)
+
+
+def prepare_environment() -> None:
+    """Set what vLLM reads from the environment; call it before vLLM is imported. Values already set are kept."""
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    if is_cpu_build():
+        for name, value in CPU_ENVIRONMENT.items():
+            os.environ.setdefault(name, value)
+        from specround.integrations.vllm.interpreter import allow_interpreter_on_cpu
+
+        allow_interpreter_on_cpu()
+
+
+def is_cpu_build() -> bool:
+    """Whether the torch that is installed has no CUDA; reads the version, imports nothing heavy."""
+    if importlib.util.find_spec("torch") is None:
+        return False
+    from importlib.metadata import version
+
+    return "+cpu" in version("torch")
