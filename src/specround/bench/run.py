@@ -21,7 +21,6 @@ from specround.bench.timing import Progress, measure
 from specround.bench.variants import EngineVariant, Run, Variant
 from specround.contract import parse_speculative_config
 from specround.engine import LLM
-from specround.models.sources import resolve_model
 
 _ROW_CURVE = {"method": "specround.bench.row_curve:RowCurveConfig"}
 _CACHE_FIELD = "suffix_decoding_max_cached_requests"
@@ -157,7 +156,7 @@ def _load_peers(settings: BenchSettings, plain: EngineVariant, device: torch.dev
     report("loading transformers", 0, 1)
     model = TransformersModel(
         settings.checkpoint,
-        resolve_model(settings.model),
+        settings.model,
         plain.llm.engine.model,
         device=device,
         max_tokens=settings.max_tokens,

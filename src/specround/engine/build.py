@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -110,6 +111,19 @@ def build_engine(config: EngineConfig, on_progress: Progress | None = None) -> E
     core = EngineCore(Scheduler(limits, pool, speculation, state_pool), runner, speculation, async_scheduling=late)
     kind = None if speculation is None else effective.kind
     return Engine(core=core, model=model, max_model_len=max_model_len, plan_kind=kind, capabilities=capabilities)
+
+
+def load_module(model: str, dtype: torch.dtype) -> Any:
+    """A model's own Hugging Face module on the CPU, to compare with: nothing of it is replaced or packed.
+
+    Args:
+        model: As in `EngineConfig`.
+        dtype: Type of the weights.
+
+    Raises:
+        ModelError: The model cannot be loaded.
+    """
+    return load_pretrained(resolve_model(model), dtype, torch.device("cpu")).module
 
 
 def _declare(speculation: SpeculatorConfig | None) -> SpecResources:

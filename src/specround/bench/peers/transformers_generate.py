@@ -13,11 +13,10 @@ import transformers
 from transformers import AutoModelForCausalLM, GenerationConfig, StoppingCriteria
 
 from specround.bench.variants import Role, Run, TokenIds
-from specround.models.pretrained import load_pretrained
+from specround.engine.build import load_module
 
 if TYPE_CHECKING:
     from specround.models.causal_lm import CausalModel
-    from specround.models.sources import ModelSource
 
 
 class TransformersModel:
@@ -26,7 +25,7 @@ class TransformersModel:
     Args:
         checkpoint: Hugging Face directory to load. None = the weights as the engine reads them from its GGUF file;
             transformers would dequantise it to the same values.
-        source: What the engine loaded.
+        name: What the engine loaded.
         like: The engine's model: for its dtype and its end-of-sequence ids.
         device: Where it runs.
         max_tokens: Tokens per prompt, at most.
@@ -36,7 +35,7 @@ class TransformersModel:
     def __init__(
         self,
         checkpoint: Path | None,
-        source: ModelSource,
+        name: str,
         like: CausalModel,
         *,
         device: torch.device,
@@ -46,7 +45,7 @@ class TransformersModel:
         self.eos_token_ids = () if ignore_eos else tuple(like.eos_token_ids)
         self.max_tokens, self.device = max_tokens, device
         with _quiet():
-            self.module: Any = _read(source, like) if checkpoint is None else _loaded(checkpoint, like.dtype)
+            self.module: Any = _read(name, like) if checkpoint is None else _loaded(checkpoint, like.dtype)
         self.module.to(device).eval()
         self.module.generation_config = GenerationConfig(**self._settings())
 
@@ -137,9 +136,9 @@ def _loaded(checkpoint: Path, dtype: torch.dtype) -> Any:
     return AutoModelForCausalLM.from_pretrained(str(checkpoint), dtype=dtype, local_files_only=True)
 
 
-def _read(source: ModelSource, like: CausalModel) -> Any:
+def _read(name: str, like: CausalModel) -> Any:
     """A module of its own: the engine's has other attention, and its projections may be packed."""
-    module = load_pretrained(source, like.dtype, torch.device("cpu")).module
+    module = load_module(name, like.dtype)
     module.set_attn_implementation("sdpa")
     return module
 
