@@ -90,11 +90,16 @@ def _show_model(name: str, arguments: argparse.Namespace) -> None:
         return
     sys.stdout.write(
         f"{name}: {model['model_type']}, {model['dtype']}, context {model['max_model_len']}, "
-        f"verifies plans up to {model['kind']}, {model['bytes_per_token']} bytes of KV per token{_states(model)}\n"
+        f"{_verifies(model)}, {model['bytes_per_token']} bytes of KV per token{_states(model)}\n"
     )
     for reason in model["reasons"]:
         sys.stdout.write(f"  {reason}\n")
     colour_console().print(layer_table(model))
+
+
+def _verifies(model: Mapping[str, Any]) -> str:
+    kind = model["kind"]
+    return "generates without speculation" if kind == "none" else f"verifies plans up to {kind}"
 
 
 def _states(model: Mapping[str, Any]) -> str:
