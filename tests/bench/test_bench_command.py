@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 
 import pytest
 import torch
@@ -29,6 +30,15 @@ def test_table_and_json_line(bench, tmp_path):
     assert result["hardware"]["threads"] == 1
     assert result["versions"]["torch"] == torch.__version__
     assert result["settings"]["speculators"]["ngram"] == {"method": "ngram", "num_speculative_tokens": 5}
+
+
+def test_a_busy_machine_is_a_warning(bench, monkeypatch):
+    """Figures of a machine with more work than cores, or of one repeat, come with a warning."""
+    monkeypatch.setattr(os, "getloadavg", lambda: (99.5, 0.0, 0.0))
+    finished = bench("--no-peers", "--speculative-config", NGRAM)
+    assert "the machine is busy: a load of 99.5 on" in finished.err
+    assert "one repeat shows no spread" in finished.err
+    assert len(finished.result["warnings"]) == 2
 
 
 def test_time_split_adds_up(bench):
