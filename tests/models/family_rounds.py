@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import combinations, product
 from typing import Any
 
 import torch
@@ -61,39 +60,9 @@ class Found:
     excused: int = 0
 
 
-def full_product(model_types: Sequence[str]) -> list[Case]:
-    """Every combination."""
-    axes = {"model_type": tuple(model_types)} | AXES
-    return [Case(**dict(zip(axes, values, strict=True))) for values in product(*axes.values())]
-
-
-def covering_array(model_types: Sequence[str]) -> list[Case]:
-    """Cases in which every pair of values of two axes occurs: greedy, best of a few random candidates."""
-    axes = {"model_type": tuple(model_types)} | AXES
-    source = random.Random(0)
-    open_pairs = set(pairs_of(axes))
-    cases = []
-    while open_pairs:
-        seeded = []
-        for first in source.sample(sorted(open_pairs, key=str), min(12, len(open_pairs))):
-            values = {name: source.choice(choices) for name, choices in axes.items()} | dict(first)
-            seeded.append((len(open_pairs & set(pairs_in(values))), len(seeded), values))
-        values = max(seeded)[2]
-        open_pairs -= set(pairs_in(values))
-        cases.append(Case(**values))
-    return cases
-
-
-def pairs_of(axes: dict[str, tuple[Any, ...]]) -> Iterator[tuple[tuple[str, Any], ...]]:
-    """Every pair of values of two axes."""
-    for one, two in combinations(axes, 2):
-        for a, b in product(axes[one], axes[two]):
-            yield ((one, a), (two, b))
-
-
-def pairs_in(values: dict[str, Any]) -> Iterator[tuple[tuple[str, Any], ...]]:
-    """The pairs one case covers."""
-    return combinations(values.items(), 2)
+def axes_of(model_types: Sequence[str]) -> dict[str, tuple[Any, ...]]:
+    """Every setting of a case with its values."""
+    return {"model_type": tuple(model_types)} | AXES
 
 
 def workload(temperature: float) -> tuple[list[list[int]], list[SamplingParams]]:

@@ -7,24 +7,15 @@ from typing import Any
 import pytest
 import torch
 from family_reference import ATTENTION_ONLY, ROUTER_GAP, FamilyReference
-from family_rounds import (
-    AXES,
-    TOLERANCE,
-    Case,
-    Found,
-    covering_array,
-    full_product,
-    pairs_in,
-    pairs_of,
-    run_case,
-    workload,
-)
+from family_rounds import TOLERANCE, Case, Found, axes_of, run_case, workload
 
 import specround.round.layout as layout_module
+from covering import covering_array, full_product, pairs_in, pairs_of
 from specround.models.attention import AttentionLayer
 from specround.models.families import FAMILIES
 
-COVERING = covering_array(ATTENTION_ONLY)
+COVERING = [Case(**values) for values in covering_array(axes_of(ATTENTION_ONLY))]
+FULL = [Case(**values) for values in full_product(axes_of(ATTENTION_ONLY))]
 EXCUSED_SHARE = 1e-3
 TALLY = Found()
 
@@ -50,8 +41,7 @@ def check(reference: FamilyReference, case: Case) -> None:
 
 def test_covering_array_covers_every_pair() -> None:
     """Every pair of values of two axes occurs in some case."""
-    axes: dict[str, tuple[Any, ...]] = {"model_type": tuple(ATTENTION_ONLY)} | AXES
-    assert {pair for case in COVERING for pair in pairs_in(vars(case))} == set(pairs_of(axes))
+    assert {pair for case in COVERING for pair in pairs_in(vars(case))} == set(pairs_of(axes_of(ATTENTION_ONLY)))
 
 
 @pytest.mark.parametrize("case", COVERING, ids=name_of)
@@ -66,7 +56,7 @@ def test_few_differences_are_excused() -> None:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("case", full_product(ATTENTION_ONLY), ids=name_of)
+@pytest.mark.parametrize("case", FULL, ids=name_of)
 def test_rounds_of_the_full_product(case: Case, families: dict[str, FamilyReference]) -> None:
     """The same for every combination."""
     check(families[case.model_type], case)
