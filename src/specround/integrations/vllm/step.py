@@ -5,7 +5,8 @@ Needs no vLLM: the runner hands over tensors and host values.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -83,7 +84,8 @@ class RoundSteps:
         """
         effective = self.round.resources.max_candidates
         batch = make_batch(requests, self.table, block_table, block_size, self._budget, effective)
-        plan = self.round.plan(batch)
+        with self._naming(requests):
+            plan = self.round.plan(batch)
         self.current = Step(requests=requests, batch=batch, layout=self.round.lay_out(plan, batch))
         return self.current
 
@@ -111,7 +113,8 @@ class RoundSteps:
             sampling=batch.sampling,
             seeds=batch.seeds,
         )
-        step.result = self.round.accept(step.layout, output, batch)
+        with self._naming(step.requests):
+            step.result = self.round.accept(step.layout, output, batch)
         return step.result.token_ids.clamp(min=0), step.result.num_committed.clamp(min=1)
 
     def commit(self, caches: Sequence[Tensor], hidden_states: Tensor) -> None:
@@ -128,15 +131,15 @@ class RoundSteps:
         assert step.result is not None
         shape = step.batch.shape
         if "observe_step" in self.round.hooks and shape.num_logits_rows:
-            self.round.observe(
-                StepObservation(
-                    num_requests=shape.num_requests,
-                    num_rows=shape.total_rows,
-                    graph_shape=None,
-                    num_candidates=step.layout.plan.num_candidates,
-                    num_committed=step.result.num_committed,
-                )
+            observation = StepObservation(
+                num_requests=shape.num_requests,
+                num_rows=shape.total_rows,
+                graph_shape=None,
+                num_candidates=step.layout.plan.num_candidates,
+                num_committed=step.result.num_committed,
             )
+            with self._naming(step.requests):
+                self.round.observe(observation)
 
     def propose(self, num_drafts: int) -> Tensor:
         """Draft for the next round; ends the step.
@@ -156,29 +159,29 @@ class RoundSteps:
         prefix = (batch.root_row - batch.row_start[:-1]).to(torch.int64)
         computed = batch.num_computed_tokens.to(torch.int64) + prefix + result.num_committed
         history = self.table.token_history
-        ready = self.round.propose(
-            ProposeView(
-                req_idx=batch.req_idx,
-                num_computed_tokens=computed.to(torch.int32),
-                root_token_ids=torch.where(committed, history[batch.req_idx, computed], -1),
-                max_rows=batch.max_rows,
-                token_history=history,
-                sampling=batch.sampling,
-                seeds=batch.seeds,
-                budget=self._budget,
-                draft_token_ids=self.table.draft_token_ids,
-                row_start=batch.row_start,
-                root_row=batch.root_row,
-                num_rows=batch.shape.num_rows,
-                row_req_idx=batch.req_idx[step.layout.batch_idx],
-                input_ids=rows.input_ids,
-                positions=rows.positions,
-                hidden_states=rows.hidden_states,
-                result=result,
-                any_sampled=batch.shape.num_sampled_rows > 0,
-                host=self._host_step(step, result) if self._host_drafting else None,
-            )
+        view = ProposeView(
+            req_idx=batch.req_idx,
+            num_computed_tokens=computed.to(torch.int32),
+            root_token_ids=torch.where(committed, history[batch.req_idx, computed], -1),
+            max_rows=batch.max_rows,
+            token_history=history,
+            sampling=batch.sampling,
+            seeds=batch.seeds,
+            budget=self._budget,
+            draft_token_ids=self.table.draft_token_ids,
+            row_start=batch.row_start,
+            root_row=batch.root_row,
+            num_rows=batch.shape.num_rows,
+            row_req_idx=batch.req_idx[step.layout.batch_idx],
+            input_ids=rows.input_ids,
+            positions=rows.positions,
+            hidden_states=rows.hidden_states,
+            result=result,
+            any_sampled=batch.shape.num_sampled_rows > 0,
+            host=self._host_step(step, result) if self._host_drafting else None,
         )
+        with self._naming(step.requests):
+            ready = self.round.propose(view)
         counts = ready if ready is not None else [self._budget - 1] * batch.shape.num_requests
         plain = self.table.plain
         for request_id, count in zip(step.requests.request_ids, counts, strict=True):
@@ -212,4 +215,13 @@ class RoundSteps:
             getattr(speculator, hook)(request_id, req_idx, token_ids)
         except (Exception, SystemExit) as error:
             cause = f"{type(error).__name__}: {error}"
-            raise SpeculatorError(type(speculator).__name__, hook, (), cause) from error
+            failed = (*self.table.request_ids,)
+            raise SpeculatorError(type(speculator).__name__, hook, failed, cause) from error
+
+    @contextmanager
+    def _naming(self, requests: StepRequests) -> Iterator[None]:
+        """Name the requests when a hook fails: vLLM's engine stops with all that are running."""
+        try:
+            yield
+        except SpeculatorError as error:
+            raise error.naming(self.table.request_ids, requests.request_ids) from error
