@@ -23,6 +23,7 @@ def write_kv(key_cache: Tensor, value_cache: Tensor, key: Tensor, value: Tensor,
         value: `[N, Hkv, Dv]`, any strides.
         slots: `[N]` int64; slots other than 0 are distinct.
     """
+    key, value = key.to(key_cache.dtype), value.to(value_cache.dtype)  # rounds as torch does; most often nothing to do
     num_rows, heads, key_dim = key.shape
     if num_rows == 0:
         return
@@ -163,13 +164,13 @@ def _copy_row(
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Copy `[HEADS, WIDTH]` elements, casting to the target's type."""
+    """Copy `[HEADS, WIDTH]` elements as they are."""
     for start in tl.static_range(0, HEADS * WIDTH, BLOCK):
         place = start + tl.arange(0, BLOCK)
         inside = place < HEADS * WIDTH
         head, dim = place // WIDTH, place % WIDTH
         found = tl.load(source + head * source_head + dim * source_dim, mask=inside)
-        tl.store(target + head * target_head + dim * target_dim, found.to(target.dtype.element_ty), mask=inside)
+        tl.store(target + head * target_head + dim * target_dim, found, mask=inside)
 
 
 @triton.jit
@@ -191,7 +192,7 @@ def read_paged(
     BLOCK_SIZE: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Keys `[D, BLOCK_N]` and values `[BLOCK_N, Dv]` of places of a request, and the places; zero at and past `stop`."""
+    """Keys `[D, BLOCK_N]` and values `[BLOCK_N, Dv]` of a request, and their places; zero at and past `stop`."""
     place = here + tl.arange(0, BLOCK_N)
     dims, columns = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
     if MASKED:
