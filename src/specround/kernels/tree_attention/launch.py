@@ -9,9 +9,10 @@ import torch
 
 from specround.kernels.tree_attention.rows import AttentionRows
 
-_PROGRAMS_PER_PROCESSOR = 4
+_PROGRAMS_PER_PROCESSOR = 2
+_MIN_KEYS_PER_SPLIT = 512
 _MAX_SPLITS = 64
-_MIN_KEYS_PER_SPLIT = 256
+_MAX_STAGES = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,9 +45,12 @@ def power_of_two(count: int) -> int:
 
 
 @cache
-def num_processors(device: torch.device) -> int:
-    """Multiprocessors of a device; 1 for Triton's interpreter on a CPU."""
-    return int(torch.cuda.get_device_properties(device).multi_processor_count) if device.type == "cuda" else 1
+def device_limits(device: torch.device) -> tuple[int, int]:
+    """Multiprocessors, and bytes of shared memory a program may use; for Triton's interpreter, those of one."""
+    if device.type != "cuda":
+        return 1, 227 << 10
+    found = torch.cuda.get_device_properties(device)
+    return int(found.multi_processor_count), int(found.shared_memory_per_block_optin)
 
 
 def choose_shape(
@@ -59,33 +63,37 @@ def choose_shape(
     window: int | None,
     device: torch.device,
 ) -> LaunchShape:
-    """Sizes for some rows, the same for every layer of a kind.
+    """Sizes for some rows, the same for every layer of a kind; tuned on a Hopper GPU, within any card's memory.
 
     Args:
         rows: The rows of a forward.
         key_heads: Key/value heads.
         repeats: Query heads of each.
-        width: The wider of key and value, in elements.
-        element_size: Bytes of an element of the query, in whose type products are computed.
+        width: Elements of a key and its value, each padded to a power of two.
+        element_size: Bytes of an element, the wider of query and cache.
         window: Sliding window of the layer, which bounds the keys a row reads.
         device: Where it runs.
     """
-    wide = max(16, power_of_two(width)) * element_size
-    most = 128 if wide <= 256 else 64 if wide <= 512 else 16
-    wanted = power_of_two(max(rows.counts, default=1) * repeats)
-    block_rows = max(16, min(wanted, most), power_of_two(repeats))
-    block_keys = 64 if wide <= 256 else 32 if wide <= 512 else 16
+    processors, memory = device_limits(device)
+    most = max(rows.counts, default=1)
+    size = width * element_size
+    largest = 128 if size <= 512 else 64 if size <= 1024 else 16
+    if element_size > 2:  # float32 runs on the ordinary units, which small tiles keep in registers
+        largest = min(largest, 32)
+    block_rows = max(16, min(power_of_two(most * repeats), largest), power_of_two(repeats))
+    room = memory - block_rows * size
+    block_keys = 32 if element_size > 2 else 64 if 16 < block_rows < 128 else 128
+    while block_keys > 16 and 2 * block_keys * size > room:
+        block_keys //= 2
     tiles = sum(-(-count // (block_rows // repeats)) for count in rows.counts)
-    programs = max(1, tiles * key_heads)
     longest = max(rows.bounds, default=1)
     if window is not None:
-        longest = min(longest, window + max(rows.counts, default=1))
-    splits = -(-_PROGRAMS_PER_PROCESSOR * num_processors(device) // programs)
-    splits = max(1, min(splits, -(-longest // _MIN_KEYS_PER_SPLIT), _MAX_SPLITS))
+        longest = min(longest, window + most)
+    splits = _PROGRAMS_PER_PROCESSOR * processors // max(1, tiles * key_heads)
     return LaunchShape(
         block_rows=block_rows,
         block_keys=block_keys,
-        num_splits=splits if device.type == "cuda" else 1,
+        num_splits=max(1, min(splits, -(-longest // _MIN_KEYS_PER_SPLIT), _MAX_SPLITS)),
         num_warps=8 if block_rows >= 128 else 4,
-        num_stages=3 if wide <= 256 else 2,
+        num_stages=max(1, min(_MAX_STAGES, room // (block_keys * size))),
     )

@@ -60,8 +60,8 @@ def tree_attention(
             rows,
             key_heads=key_heads,
             repeats=heads // key_heads,
-            width=max(key_dim, value_dim),
-            element_size=query.element_size(),
+            width=power_of_two(key_dim) + power_of_two(value_dim),
+            element_size=max(query.element_size(), key_cache.element_size()),
             window=window,
             device=query.device,
         )
