@@ -50,7 +50,8 @@ def device_limits(device: torch.device) -> tuple[int, int]:
     if device.type != "cuda":
         return 1, 227 << 10
     found = torch.cuda.get_device_properties(device)
-    return int(found.multi_processor_count), int(found.shared_memory_per_block_optin)
+    memory = getattr(found, "shared_memory_per_block_optin", found.shared_memory_per_block)
+    return int(found.multi_processor_count), int(memory)
 
 
 def choose_shape(
@@ -81,7 +82,7 @@ def choose_shape(
     if element_size > 2:  # float32 runs on the ordinary units, which small tiles keep in registers
         largest = min(largest, 32)
     block_rows = max(16, min(power_of_two(most * repeats), largest), power_of_two(repeats))
-    room = memory - block_rows * size
+    room = memory - block_rows * size // 2
     block_keys = 32 if element_size > 2 else 64 if 16 < block_rows < 128 else 128
     while block_keys > 16 and 2 * block_keys * size > room:
         block_keys //= 2
