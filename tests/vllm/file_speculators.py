@@ -28,6 +28,21 @@ class AdversarialFromFile(AdversarialConfig):
         object.__setattr__(self, "answers", {tuple(prompt): answer for prompt, answer in pairs})
 
 
+def triton_kernels():
+    """The Triton kernels; imported late, as only vLLM's process asks for the interpreter before Triton is imported."""
+    from specround.kernels.gpu import triton_kernels
+
+    return triton_kernels()
+
+
+@register_speculator("adversarial_on_triton")
+@dataclass(frozen=True, kw_only=True)
+class AdversarialOnTriton(AdversarialFromFile):
+    """The adversarial speculator on the Triton kernels."""
+
+    spec_kernel_providers = (triton_kernels,)
+
+
 @register_speculator("suffix_with_policies")
 @dataclass(frozen=True, kw_only=True)
 class SuffixWithPolicies(SuffixTreeConfig):

@@ -30,6 +30,14 @@ def test_a_real_model(smollm2, name):
     assert smollm2.run(f"real-{name}", smollm2.config(name))["tokens"][0] == smollm2.plain
 
 
+def test_tokens_are_plain_vllms_on_the_triton_kernels(llama):
+    """Masks over chunked prompts, verified and committed by the GPU's kernels in the interpreter: the same tokens."""
+    batch = [ask | {"max_tokens": min(ask["max_tokens"], 10)} for ask in llama.asks[:4]]
+    made = llama.run("on-triton", llama.config("adversarial_on_triton"), batches=[batch])
+    assert made["tokens"][0] == [tokens[:10] for tokens in llama.plain[:4]]
+    assert made["moves"] > 3, "commit had nothing to move"
+
+
 @pytest.mark.parametrize("name", ["self_draft", "self_tree", "foreign_tree"])
 def test_draft_models(llama, name):
     """A draft model's KV lives beside the target's: tokens and rounds are as elsewhere, whoever drafts."""

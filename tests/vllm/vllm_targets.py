@@ -105,6 +105,7 @@ class Target:
             "foreign_tree": {"method": "draft_model", "model": self.drafter, "max_branching": 3},
             "adversarial": adversarial,
             "adversarial_mask": adversarial | {"use_masks": True},
+            "adversarial_on_triton": adversarial | {"method": "adversarial_on_triton", "use_masks": True},
         }
         return {"num_speculative_tokens": 9} | members[name]
 

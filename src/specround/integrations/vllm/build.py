@@ -43,7 +43,7 @@ def build_steps(speculation: SpeculatorConfig, runner: Any) -> RoundSteps:
         SpeculatorError: A hook of the speculator failed.
     """
     device: torch.device = runner.device
-    registry = KernelRegistry(speculation.spec_kernel_providers)
+    registry = KernelRegistry(speculation.spec_kernel_providers, device_type=device.type)
     with _start_up_hook(speculation, "declare_resources"):
         declared = speculation.declare_resources()
     _check_declared(declared)
@@ -69,7 +69,7 @@ def build_steps(speculation: SpeculatorConfig, runner: Any) -> RoundSteps:
     registry.bind(effective)
     for name, layer in _attention(runner).items():
         descriptor = describe_layer(name, layer)
-        layer.kernel = registry.get(descriptor.verify_key, descriptor)
+        layer.kernel, layer.write_kv = registry.get(descriptor.verify_key, descriptor), registry.write_kv
     commit: PagedCommitKernel = registry.get("layout:paged_token/commit")  # type: ignore[assignment]
     spec_round = SpecRound(speculator, effective, commit, runner.vocab_size, check_values=device.type == "cpu")
     logger.info("%s verifies a %s of %d rows", speculation.method, effective.kind, effective.max_candidates)

@@ -146,7 +146,7 @@ class VllmDraftHost:
             block_tables=block_table,
             num_allocated_slots=allocated,
             block_size=block_size,
-            max_kv_len=int(rows.slots.max()) + 1,
+            max_kv_len=self._table.max_kv_len,
         )
         self._current = self._layout.lay_out(rows, held)
 

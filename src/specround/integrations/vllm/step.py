@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from specround.contract import AcceptResult, HostStep, ProposeView, SpeculatorError, StepObservation, VerifyOutput
-from specround.integrations.vllm.batch import StepRequests, make_batch, plan_logits
+from specround.integrations.vllm.batch import StepRequests, make_batch, plan_logits, upload
 from specround.integrations.vllm.requests import RequestTable
 from specround.round import PlanLayout, RoundBatch, SpecRound
 from specround.round.commit import CommittedRows
@@ -84,6 +84,7 @@ class RoundSteps:
         """
         effective = self.round.resources.max_candidates
         batch = make_batch(requests, self.table, block_table, block_size, self._budget, effective)
+        self.table.max_kv_len = max(batch.shape.kv_bounds) + self.table.draft_token_ids.shape[1] + 1
         with self._naming(requests):
             plan = self.round.plan(batch)
         self.current = Step(requests=requests, batch=batch, layout=self.round.lay_out(plan, batch))
@@ -101,7 +102,7 @@ class RoundSteps:
             token vLLM drops.
         """
         step = self._step()
-        chosen = torch.tensor(plan_logits(step.requests), dtype=torch.int64, device=logits.device)
+        chosen = upload(plan_logits(step.requests), logits.device)
         batch = step.batch
         output = VerifyOutput(
             logits=processed.index_select(0, chosen).float(),
@@ -189,17 +190,16 @@ class RoundSteps:
         return self.table.draft_token_ids[batch.req_idx]
 
     def _host_step(self, step: Step, result: AcceptResult) -> HostStep:
-        counts = result.num_committed.tolist()
-        committed = tuple(tuple(row[:count]) for row, count in zip(result.token_ids.tolist(), counts, strict=True))
-        room = (self.table.limits[step.batch.req_idx] - step.batch.root_position - 3).clamp(min=0)
-        room = room.clamp(max=self._budget - 1)
-        drafts = [
-            0 if request_id in self.table.plain else limit
-            for request_id, limit in zip(step.requests.request_ids, room.tolist(), strict=True)
-        ]
+        requests, table = step.requests, self.table
+        found = torch.cat([result.num_committed[:, None].to(result.token_ids.dtype), result.token_ids], 1).tolist()
+        committed = tuple(tuple(row[1 : 1 + row[0]]) for row in found)
+        drafts = []
+        for request_id, req_idx, root in zip(requests.request_ids, requests.req_idx, requests.roots, strict=True):
+            room = min(max(table.limits_cpu[req_idx] - root - 3, 0), self._budget - 1)
+            drafts.append(0 if request_id in table.plain else room)
         return HostStep(
-            request_ids=step.requests.request_ids,
-            req_idx=step.requests.req_idx,
+            request_ids=requests.request_ids,
+            req_idx=requests.req_idx,
             committed=committed,
             max_drafts=tuple(drafts),
         )
