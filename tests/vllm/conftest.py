@@ -65,6 +65,14 @@ def mistral(tmp_path_factory: pytest.TempPathFactory) -> Target:
 
 
 @pytest.fixture(scope="session")
+def gemma3(tmp_path_factory: pytest.TempPathFactory) -> Target:
+    """A Gemma 3 with a window of four tokens in one layer and full attention in the other."""
+    folder = tmp_path_factory.mktemp("vllm-gemma3")
+    model = tiny_model(folder / "model", "gemma3_text", head_dim=32, vocab_size=VOCAB, final_logit_softcapping=None)
+    return Target(folder, str(model), make_asks(VOCAB, 4), VOCAB)
+
+
+@pytest.fixture(scope="session")
 def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Target:
     """SmolLM2, 135 million weights, written as a directory that vLLM loads; prompts are text of mixed lengths."""
     import torch

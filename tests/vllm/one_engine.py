@@ -175,6 +175,7 @@ def run_job(job_file, result_file, log_file):
     os.dup2(log, 2)
     try:
         job = json.loads(Path(job_file).read_text())
+        os.environ |= job.get("environment", {})
         result = run_embedded(job) if job.get("host") == "embedded" else run_vllm(job)
         Path(result_file).write_text(json.dumps(result))
     except BaseException:

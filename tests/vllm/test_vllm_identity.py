@@ -56,7 +56,7 @@ def test_draft_layers(llama):
     """A drafter with attention layers of its own, one with a window, drafts the same tokens in both hosts."""
     drafts = {}
     for host in ("vllm", "embedded"):
-        log = llama.folder / f"module-{host}.log"
+        log = llama.folder / f"drafts-{host}.jsonl"
         config = {"method": "module", "num_speculative_tokens": 3, "log_file": str(log)}
         made = llama.run(f"module-{host}", config, host=host)
         assert made["tokens"][0] == llama.plain

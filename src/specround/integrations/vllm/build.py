@@ -20,6 +20,7 @@ from specround.contract import (
     SpeculatorError,
 )
 from specround.integrations.vllm.draft_host import VllmDraftHost
+from specround.integrations.vllm.draft_layers import DraftLayers
 from specround.integrations.vllm.limits import layer_features
 from specround.integrations.vllm.requests import RequestTable
 from specround.integrations.vllm.step import RoundSteps
@@ -58,7 +59,7 @@ def build_steps(speculation: SpeculatorConfig, runner: Any) -> RoundSteps:
         num_drafts=declared.max_candidates - 1,
         device=device,
     )
-    host = VllmDraftHost(runner, table)
+    host = VllmDraftHost(runner, table, DraftLayers(declared.draft_layers, runner.vllm_config, registry))
     with _start_up_hook(speculation, "create"):
         speculator: object = speculation.create(declared, host, device)
     if not isinstance(speculator, BaseSpeculator):
@@ -108,9 +109,6 @@ def describe_layer(name: str, layer: Any) -> LayerDescriptor:
 def _check_declared(declared: SpecResources) -> None:
     if isinstance(declared.hidden_states, tuple):
         raise ConfigError("hidden_states", declared.hidden_states, "'none' or 'last' in vLLM")
-    if declared.draft_layers:
-        names = [layer.name for layer in declared.draft_layers]
-        raise ConfigError("draft_layers", names, "empty in vLLM: KV of draft modules is not hosted there yet")
 
 
 def _check_effective(speculation: SpeculatorConfig, declared: SpecResources, effective: SpecResources) -> None:
