@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from vllm_targets import VOCAB
 
 pytestmark = pytest.mark.vllm
 
@@ -79,6 +80,19 @@ def test_sampled_text_does_not_depend_on_speculation(llama):
     there = llama.run("sampled-there", llama.config("suffix_tree"), batches=[asks], host="embedded")
     assert tree["tokens"] == plain["tokens"] == there["tokens"]
     assert tree["tokens"][0] != llama.plain
+
+
+def test_filters_hold_in_every_row(llama):
+    """Top-k and top-p that leave one token make sampling greedy, in trees too; allowed tokens are plain vLLM's."""
+    filters = [{"top_k": 1}, {"top_p": 1e-6}, {"top_k": 1, "top_p": 0.5}]
+    asks = [ask | {"max_tokens": 10} for ask in llama.asks[:3]]  # a step of the interpreted filters takes seconds
+    one_left = [ask | {"temperature": 0.8, "seed": i} | filters[i] for i, ask in enumerate(asks)]
+    allowed = [ask | {"allowed_token_ids": list(range(i, VOCAB, 3))} for i, ask in enumerate(asks)]
+    batches = [one_left, allowed]
+    made = llama.run("filters", llama.config("adversarial"), batches=batches)
+    assert made["tokens"][0] == [tokens[:10] for tokens in llama.plain[:3]]
+    assert made["tokens"] == llama.run("filters-plain", None, batches=batches)["tokens"]
+    assert made["moves"] > 0, "commit had nothing to move"
 
 
 def test_smollm2(run_smollm2):
