@@ -11,7 +11,15 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-SCRIPTS = ["scripts/setup", "scripts/demo", "scripts/test", "scripts/setup-vllm", "scripts/test-vllm", ".ci/run"]
+SCRIPTS = [
+    "scripts/setup",
+    "scripts/demo",
+    "scripts/test",
+    "scripts/setup-vllm",
+    "scripts/overlay-vllm",
+    "scripts/test-vllm",
+    ".ci/run",
+]
 
 
 @pytest.mark.parametrize("name", SCRIPTS)

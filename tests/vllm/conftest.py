@@ -15,12 +15,20 @@ for folder in (ROOT / "tests", ROOT / "examples"):
 
 from vllm_targets import ENGINES, VOCAB, Target, make_asks  # noqa: E402
 
+from specround.integrations.vllm.versions import check_version, find_package  # noqa: E402
 from tiny_models import tiny_llama, tiny_model  # noqa: E402
 
 TEXT = (
     "The quick brown fox jumps over the lazy dog. The quick brown cat jumps over the lazy dog. One two three four five "
     "six, one two three four five six, one two three four. Once upon a time there was a small house in a small town."
 )
+
+
+def pytest_report_header(config: pytest.Config) -> str | None:
+    """Say which vLLM the tests run."""
+    if "vllm" in (config.option.markexpr or ""):
+        return f"vllm: {check_version()} in {find_package()}"
+    return None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

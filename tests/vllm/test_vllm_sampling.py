@@ -53,17 +53,19 @@ def test_parameters(request, name):
         assert max(longest[1::2]) > 1
 
 
-@pytest.mark.parametrize("parameter", [{"top_k": 6}, {"top_p": 0.8}, {"top_k": 9, "top_p": 0.9}])
-def test_sampling_parameters(llama, parameter):
-    """Truncated distributions: a seeded text does not depend on whether drafts are verified."""
-    asks = [ask | {"temperature": 1.1, "seed": 5 + i} | parameter for i, ask in enumerate(llama.asks)]
-    name = "-".join(parameter)
-    made = llama.run(f"sampled-{name}", llama.config("suffix_tree"), batches=[asks])
+def test_filters(llama):
+    """Top-k and top-p keep their drafts: a text is the same with and without, and greedy when one token is left."""
+    filters = [{"top_k": 1}, {"top_p": 1e-6}, {"top_k": 6, "top_p": 0.9}]
+    asks = [ask | {"max_tokens": 10} for ask in llama.asks[:3]]  # a step of the interpreted filters takes seconds
+    batch = [ask | {"temperature": 1.1, "seed": i} | filters[i] for i, ask in enumerate(asks)]
+    made = llama.run("filters", llama.config("adversarial"), batches=[batch])
     nothing = {"method": "ngram", "num_speculative_tokens": 4, "num_speculative_tokens_per_batch_size": [[1, 4, 0]]}
-    plain = llama.run(f"sampled-{name}-plain", nothing, batches=[asks])
+    plain = llama.run("filters-plain", nothing, batches=[batch])
     assert made["tokens"] == plain["tokens"]
+    assert made["tokens"][0][:2] == [tokens[:10] for tokens in llama.plain[:2]]
+    assert made["tokens"][0][2] != llama.plain[2][:10]
+    assert made["moves"] > 0, "commit had nothing to move"
     assert max(plain["rows"]) == 1
-    assert max(made["rows"]) > 1
 
 
 @pytest.mark.parametrize("parameter", [{"min_p": 0.1, "temperature": 1.0}, {"logit_bias": {"3": 2.0}}])

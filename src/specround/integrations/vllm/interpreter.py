@@ -1,7 +1,8 @@
 """Running the V2 runner's Triton kernels on a CPU, in Triton's interpreter: slow, but enough to compare tokens.
 
-vLLM uses Triton only when some backend of it says that it is active, and the interpreter needs boolean masks in masked
-loads and stores, where compiled kernels accept integers.
+vLLM uses Triton only when some backend of it says that it is active. The interpreter needs boolean masks in masked
+loads and stores, where compiled kernels accept integers; and its loops count in integers, where compiled loops count in
+tensors, which can be cast.
 """
 
 from __future__ import annotations
@@ -39,7 +40,26 @@ def allow_interpreter_on_cpu() -> None:
         return
     for name, place in (("create_masked_load", 0), ("create_masked_store", 1)):
         setattr(builder, name, _with_boolean_mask(getattr(builder, name), place))
+    interpreter._patch_lang_core = _with_cast_counters(interpreter._patch_lang_core)
     builder.takes_integer_masks = True
+
+
+class _Counter(int):
+    """The counter of a loop over `tl.range`."""
+
+    def to(self, dtype: Any) -> Any:
+        """A scalar tensor, as in a compiled kernel."""
+        language: Any = importlib.import_module("triton.language")
+        return language.full((), int(self), dtype)
+
+
+def _with_cast_counters(patch_language: Any) -> Any:
+    def with_cast_counters(language: Any, scope: Any) -> None:
+        patch_language(language, scope)
+        counters = language.range
+        scope.set_attr(language, "range", lambda *bounds, **named: map(_Counter, counters(*bounds, **named)))
+
+    return with_cast_counters
 
 
 def _with_boolean_mask(method: Any, place: int) -> Any:

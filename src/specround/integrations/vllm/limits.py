@@ -52,6 +52,8 @@ REFUSALS: Final = (
     Rule("model_config.enable_trace_replay", _unset, "False: replayed tokens would not be the round's"),
     Rule("model_config.enable_prompt_embeds", _unset, "False: a speculator is given tokens"),
     Rule("watermark_config", _unset, "unset: watermarks change the draws"),
+    Rule("aux_output_config.enabled", _unset, "False: experts are recorded by row, and rows of a plan are no text"),
+    Rule("kernel_config.enable_jit_warmup", _unset, "False: the speculator would see requests that nobody sent"),
     Rule("diffusion_config", _unset, "unset: a round commits tokens in order"),
     Rule("parallel_config.pipeline_parallel_size", _is(1), "1: plans do not reach other pipeline stages"),
     Rule("parallel_config.tensor_parallel_size", _is(1), "1: ranks are not told the same plan"),
