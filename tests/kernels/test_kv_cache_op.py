@@ -8,22 +8,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
+from kv_cases import BLOCK, commit_errors, moves_of, shuffled_tables
 from tree_oracles import path_to, property_settings, trees
 
 from specround.kernels.kv_cache.naive import commit_kv, slots_of, write_kv
-
-BLOCK = 4
-
-
-def shuffled_tables(lengths: list[int], rng: random.Random) -> tuple[Tensor, int]:
-    """Block tables of requests with `lengths` tokens, stale ids after each row's end, and the number of blocks."""
-    counts = [-(-length // BLOCK) for length in lengths]
-    blocks = list(range(1, sum(counts) + 2))
-    rng.shuffle(blocks)
-    stale, width = blocks.pop(), max([*counts, 1])
-    tables = [[blocks.pop() for _ in range(count)] for count in counts]
-    return torch.tensor([table + [stale] * (width - len(table)) for table in tables]), sum(counts) + 2
 
 
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=5), st.integers(0, 2**32))
@@ -85,26 +73,6 @@ def test_a_write_without_selection_poisons_the_null_block() -> None:
     key = torch.tensor([[[1.0, 2.0]], [[float("nan"), float("inf")]]])
     cache.index_copy_(0, slots, key * (slots != 0)[:, None, None])
     assert cache[0].isnan().all()
-
-
-def moves_of(paths: list[list[int]], roots: list[int], tables: Tensor, columns: int) -> tuple[Tensor, Tensor]:
-    """Source and target slots of a batch of paths: column `path[i]` goes to chain place i."""
-    padded = torch.tensor([path + [-1] * (columns - len(path)) for path in paths])
-    place, root = torch.arange(columns).expand_as(padded), torch.tensor(roots)[:, None]
-    moves = (padded >= 0) & (padded != place)
-    source = slots_of(tables, root + padded, BLOCK, moves)
-    return source.flatten(), slots_of(tables, root + place, BLOCK, moves).flatten()
-
-
-def commit_errors(found: Tensor, before: Tensor, paths: list[list[int]], roots: list[int], tables: Tensor) -> int:
-    """Slots that do not hold what a chain of the path would have left, in any layer."""
-    wanted = before.clone()
-    for r, path in enumerate(paths):
-        for place, column in enumerate(path):
-            here, there = roots[r] + place, roots[r] + column
-            target = int(tables[r, here // BLOCK]) * BLOCK + here % BLOCK
-            wanted[:, target] = before[:, int(tables[r, there // BLOCK]) * BLOCK + there % BLOCK]
-    return int((found != wanted).flatten(2).any(-1).sum())
 
 
 @given(st.lists(trees(), min_size=1, max_size=4), st.integers(0, 2**32))

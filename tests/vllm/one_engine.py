@@ -1,71 +1,91 @@
-"""Run one engine on some requests and print what it generated: `python one_engine.py JOB.json RESULT.json`.
+"""Run engines on some requests, each in a process of its own because vLLM keeps global state.
 
-A process of its own for each engine, because vLLM keeps global state.
+`python one_engine.py` reads one line per job, a JSON list of three paths: the job, its result, its log. It imports vLLM
+once, forks for each job, and answers with the exit status. `vllm_targets.Engines` is its other end.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
+import signal
 import sys
+import traceback
 from collections import defaultdict
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT / "tests/vllm"), str(ROOT / "tests"), str(ROOT / "examples")]
-os.environ |= {
-    "HF_HUB_OFFLINE": "1",
-    "OMP_NUM_THREADS": "1",
-    "VLLM_CPU_CI_ENV": "1",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_LOGGING_LEVEL": "WARNING",
-    "VLLM_NO_USAGE_STATS": "1",
-}
+MOST_SECONDS = 500
 
 
 def run_vllm(job):
-    from specround.integrations.vllm import llm_kwargs, prepare_environment
-
-    prepare_environment()
     import file_speculators  # noqa: F401  (registers)
     import tree_speculator  # noqa: F401  (registers "recall")
 
-    from vllm import LLM, SamplingParams
+    from specround.integrations.vllm import llm_kwargs
+    from vllm import LLM
 
     settings = {
         "model": job["model"],
-        "skip_tokenizer_init": True,
+        "skip_tokenizer_init": not job.get("with_tokenizer"),
         "dtype": "float32",
         "enforce_eager": True,
         "async_scheduling": False,
         "block_size": 32,
         "enable_prefix_caching": False,
+        "num_gpu_blocks_override": 48,
         **job.get("engine", {}),
     }
     if job.get("speculative"):
         settings = llm_kwargs(job["speculative"], **settings)
     seen = watch(job.get("broken"))
     llm = LLM(**settings)
-    outputs = []
+    outputs, logprobs = [], []
     for batch in job["batches"]:
-        prompts = [{"prompt_token_ids": ask["prompt"]} for ask in batch]
-        params = [
-            SamplingParams(ignore_eos=True, detokenize=False, **{k: v for k, v in ask.items() if k != "prompt"})
-            for ask in batch
-        ]
-        made = llm.generate(prompts, params, use_tqdm=False)
+        made = generate(llm.llm_engine, batch, job.get("aborts", {}))
         outputs.append([list(one.outputs[0].token_ids) for one in made])
+        logprobs.append([list(pairs(one)) for one in made])
     scheduler = llm.llm_engine.engine_core.engine_core.scheduler
     pool = scheduler.kv_cache_manager.block_pool
     seen["leaked_blocks"] = pool.num_gpu_blocks - 1 - pool.get_num_free_blocks()
-    return {"tokens": outputs, **seen}
+    return {"tokens": outputs, "logprobs": logprobs, **seen}
+
+
+def generate(engine, batch, aborts):
+    """What each request generated; `aborts` names the step after which a request is aborted."""
+    from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
+
+    from vllm import SamplingParams
+
+    for place, ask in enumerate(batch):
+        settings = {name: value for name, value in ask.items() if name != "prompt"}
+        if "structured_outputs" in settings:
+            settings["structured_outputs"] = StructuredOutputsParams(**settings["structured_outputs"])
+        if "logit_bias" in settings:  # JSON has no integer keys
+            settings["logit_bias"] = {int(token): value for token, value in settings["logit_bias"].items()}
+        params = SamplingParams(ignore_eos=True, detokenize=False, output_kind=RequestOutputKind.CUMULATIVE, **settings)
+        engine.add_request(str(place), {"prompt_token_ids": ask["prompt"]}, params)
+    made = {}
+    for step in itertools.count(1):
+        made |= {output.request_id: output for output in engine.step()}
+        engine.abort_request([place for place, last in aborts.items() if last == step])
+        if not engine.has_unfinished_requests():
+            return [made[str(place)] for place in range(len(batch))]
+
+
+def pairs(output):
+    """Token and logprob of every prompt and output position, best first."""
+    for position in [*(output.prompt_logprobs or []), *(output.outputs[0].logprobs or [])]:
+        yield from sorted((token, entry.logprob) for token, entry in (position or {}).items())
 
 
 def watch(broken):
     """Record every round of the host, and break it where a negative control asks for it."""
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+    from vllm.v1.worker.gpu.spec_decode import rejection_sampler
 
     from specround.integrations.vllm import step as host
 
@@ -105,6 +125,8 @@ def watch(broken):
         seen["hits"] += sum(new.num_computed_tokens > 0 for new in scheduler_output.scheduled_new_reqs)
         add(self, scheduler_output)
 
+    if broken == "chunks":
+        rejection_sampler.MAX_CHUNK_BYTES = 1
     add, GPUModelRunner.add_requests = GPUModelRunner.add_requests, watched_add
     steps.start, steps.plan, steps.commit = watched_start, watched_plan, watched_commit
     Scheduler._preempt_request = watched_preempt
@@ -134,10 +156,44 @@ def run_embedded(job):
     return {"tokens": tokens, "rounds": rounds}
 
 
+def preload():
+    """Import vLLM before the first fork. Its import starts no thread, so forking afterwards is safe."""
+    from specround.integrations.vllm import prepare_environment
+
+    prepare_environment()
+    from specround.integrations.vllm import runner, scheduler, worker  # noqa: F401
+    from vllm import LLM  # noqa: F401
+
+    assert len(os.listdir("/proc/self/task")) == 1, "importing vLLM started threads"
+
+
+def run_job(job_file, result_file, log_file):
+    """In the forked process: run, write the result, end."""
+    signal.alarm(MOST_SECONDS)
+    log = os.open(log_file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    try:
+        job = json.loads(Path(job_file).read_text())
+        os.environ |= job.get("environment", {})
+        result = run_embedded(job) if job.get("host") == "embedded" else run_vllm(job)
+        Path(result_file).write_text(json.dumps(result))
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)
+    sys.stdout.flush()
+    os._exit(0)
+
+
 def main():
-    job = json.loads(Path(sys.argv[1]).read_text())
-    result = run_embedded(job) if job.get("host") == "embedded" else run_vllm(job)
-    Path(sys.argv[2]).write_text(json.dumps(result))
+    preload()
+    for line in sys.stdin:
+        child = os.fork()
+        if not child:
+            run_job(*json.loads(line))
+        _, status = os.waitpid(child, 0)
+        print(os.waitstatus_to_exitcode(status), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Policies, preemption, prefix caching and requests without drafts inside released vLLM."""
+"""Policies, preemption, prefix caching and requests that leave early, inside released vLLM."""
 
 from __future__ import annotations
 
@@ -8,53 +8,53 @@ from vllm_targets import ENGINE
 pytestmark = pytest.mark.vllm
 
 
-def test_policies(llama):
+def test_policies(target):
     """The speculator admits two requests at a time and sets the rows of every round."""
     config = {"method": "suffix_with_policies", "num_speculative_tokens": 8, "suffix_decoding_max_spec_factor": 8.0}
-    made = llama.run("policies", config)
-    assert made["tokens"][0] == llama.plain
+    made = target.run("policies", config)
+    assert made["tokens"][0] == target.plain
     assert made["most_running"] == 2
     assert max(made["rows"]) <= 5
     assert min(rows for rows in made["rows"] if rows) == 1
 
 
 @pytest.mark.parametrize("name", ["suffix_tree", "adversarial_mask"])
-def test_preemption(llama, name):
+def test_preemption(target, name):
     """With seven blocks, requests are preempted and prefilled again; tokens are identical."""
-    asks = [ask | {"max_tokens": 60} for ask in llama.asks[:5]]
-    plain = llama.run("preempted-plain", None, batches=[asks])
+    asks = [ask | {"max_tokens": 60} for ask in target.asks[:5]]
+    plain = target.run("preempted-plain", None, batches=[asks])
     engine = ENGINE | {"num_gpu_blocks_override": 8}
-    made = llama.run(f"preempted-{name}", llama.config(name), batches=[asks], engine=engine)
+    made = target.run(f"preempted-{name}", target.config(name), batches=[asks], engine=engine)
     assert made["preemptions"] > 0
     assert made["tokens"] == plain["tokens"]
     assert made["leaked_blocks"] == 0
 
 
 @pytest.mark.parametrize("name", ["suffix_tree", "adversarial_mask"])
-def test_prefix_caching(llama, name):
+def test_prefix_caching(target, name):
     """A request that finds committed blocks in the prefix cache goes on as plain decoding does."""
-    first = [ask | {"max_tokens": 40} for ask in llama.asks[:4]]
-    plain = llama.run("cached-plain", None, batches=[first])["tokens"][0]
+    first = [ask | {"max_tokens": 40} for ask in target.asks[:4]]
+    plain = target.run("cached-plain", None, batches=[first])["tokens"][0]
     longer = [
         {"prompt": ask["prompt"] + made, "max_tokens": 20, "temperature": 0.0}
         for ask, made in zip(first, plain, strict=True)
     ]
     batches = [first, longer]
-    without = llama.run("cached-without", None, batches=batches)
+    without = target.run("cached-without", None, batches=batches)
     engine = ENGINE | {"enable_prefix_caching": True}
-    made = llama.run(f"cached-{name}", llama.config(name), batches=batches, engine=engine)
+    made = target.run(f"cached-{name}", target.config(name), batches=batches, engine=engine)
     assert made["tokens"] == without["tokens"]
     assert made["hits"] > 0
 
 
-def test_requests_that_need_a_history_verify_no_drafts(llama):
-    """A repetition penalty is applied as plain vLLM applies it, beside requests that speculate."""
-    asks = [ask | ({"repetition_penalty": 1.5} if i % 2 else {}) for i, ask in enumerate(llama.asks)]
-    plain = llama.run("penalty-plain", None, batches=[asks])
-    made = llama.run("penalty", llama.config("adversarial"), batches=[asks])
-    assert made["tokens"] == plain["tokens"]
-    for ask in asks[1::2]:
-        assert all(len(tokens) == 1 for tokens in made["rounds"][str(ask["prompt"])])
+def test_requests_leave_early(target):
+    """Requests that are aborted between steps leave their places; the others generate what they would have."""
+    batches = [target.asks]
+    made = target.run("aborted", target.config("adversarial_mask"), batches=batches, aborts={"0": 3, "2": 5})
+    for i, (tokens, plain) in enumerate(zip(made["tokens"][0], target.plain, strict=True)):
+        assert tokens == (plain[: len(tokens)] if i in (0, 2) else plain)
+    assert 0 < len(made["tokens"][0][0]) < len(target.plain[0])
+    assert made["leaked_blocks"] == 0
 
 
 def test_windows(mistral):
@@ -63,6 +63,7 @@ def test_windows(mistral):
 
 
 def test_a_failing_hook_is_named(llama):
-    """An exception in a hook ends the run with the names of speculator, hook and cause."""
-    with pytest.raises(AssertionError, match=r"SuffixTreeSpeculator\.plan failed: ZeroDivisionError: the third round"):
+    """An exception in a hook ends the run with the names of speculator, hook, cause and requests."""
+    message = r"SuffixTreeSpeculator\.plan failed: ZeroDivisionError: the third round \(requests failed: '0"
+    with pytest.raises(AssertionError, match=message):
         llama.run("failing", {"method": "failing", "num_speculative_tokens": 4})

@@ -81,6 +81,7 @@ def test_every_overridden_method_is_recorded():
         "runner.py": ("RoundRunner", "v1/worker/gpu/model_runner.py", "GPUModelRunner"),
         "scheduler.py": ("RoundScheduler", "v1/core/sched/scheduler.py", "Scheduler"),
         "worker.py": ("RoundWorker", "v1/worker/cpu_worker.py", "CPUWorker"),
+        "gpu_worker.py": ("RoundGPUWorker", "v1/worker/gpu_worker.py", "Worker"),
         "proposer.py": ("RoundProposer", "v1/worker/gpu/spec_decode/speculator.py", "BaseSpeculator"),
     }
     own = {"_requests", "_pool_state", "max_num_active_reqs"}

@@ -12,19 +12,12 @@ import urllib.request
 from pathlib import Path
 
 import pytest
-from vllm_targets import run_engine
+from vllm_targets import ENGINES, QUIET
 
 from tiny_models import tiny_llama
 
 pytestmark = pytest.mark.vllm
 PROMPT = [5, 6, 7, 8, 5, 6, 7, 8, 5, 6]
-QUIET = {
-    "HF_HUB_OFFLINE": "1",
-    "OMP_NUM_THREADS": "1",
-    "VLLM_CPU_CI_ENV": "1",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_NO_USAGE_STATS": "1",
-}
 
 
 def ask(port: int, path: str, body: dict | None = None) -> bytes:
@@ -40,7 +33,7 @@ def test_serve(tmp_path):
     """A completion over HTTP has the tokens that plain vLLM generates, and drafts were accepted on the way."""
     model = tiny_llama(tmp_path / "model", seed=4, hidden=128, with_tokenizer=True)
     asked = [{"prompt": PROMPT, "max_tokens": 24, "temperature": 0.0}]
-    plain = run_engine(tmp_path, "plain", {"model": str(model), "batches": [asked], "engine": {"max_model_len": 128}})
+    plain = ENGINES.run(tmp_path, "plain", {"model": str(model), "batches": [asked], "engine": {"max_model_len": 128}})
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -50,7 +43,13 @@ def test_serve(tmp_path):
     command += ["--max-model-len", "128", "--dtype", "float32", "--block-size", "32", "--max-num-seqs", "2"]
     log = tmp_path / "log"
     with log.open("w") as out:
-        server = subprocess.Popen(command, stdout=out, stderr=out, env=os.environ | QUIET, cwd=tmp_path)
+        server = subprocess.Popen(
+            command,
+            stdout=out,
+            stderr=out,
+            env=os.environ | QUIET | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"},
+            cwd=tmp_path,
+        )
         try:
             for _ in range(120):
                 assert server.poll() is None, log.read_text()[-4000:]

@@ -12,7 +12,7 @@ import pytest
 
 from specround.cli import main
 from specround.contract import ConfigError
-from specround.integrations.vllm import llm_kwargs
+from specround.integrations.vllm import llm_kwargs, settings
 from specround.integrations.vllm.limits import REFUSALS, check_settings, layer_features, sampling_limit
 from specround.integrations.vllm.settings import own_config, serve_arguments
 
@@ -51,6 +51,20 @@ def test_kwargs_carry_the_speculator():
     assert kwargs["speculative_config"]["num_speculative_tokens"] == 4
     assert kwargs["max_model_len"] == 64
     assert own_config(kwargs["additional_config"]) == NGRAM
+
+
+def test_a_cuda_build_gets_the_gpu_worker(monkeypatch):
+    """With a torch that has CUDA, the GPU's worker is named and vLLM is told which attention backend to take."""
+    monkeypatch.setattr(settings, "is_cpu_build", lambda: False)
+    kwargs = llm_kwargs(NGRAM)
+    assert kwargs["worker_cls"] == "specround.integrations.vllm.gpu_worker.RoundGPUWorker"
+    assert kwargs["attention_backend"] == "CUSTOM"
+    words = serve_arguments("m", NGRAM, [])
+    assert words[words.index("--attention-backend") + 1] == "CUSTOM"
+    with pytest.raises(ConfigError, match="attention_backend='FLASH_ATTN'"):
+        llm_kwargs(NGRAM, attention_backend="FLASH_ATTN")
+    with pytest.raises(ConfigError, match="--attention-backend"):
+        serve_arguments("m", NGRAM, ["--attention_backend=FLASH_ATTN"])
 
 
 def test_kwargs_refuse_what_they_decide():
@@ -100,7 +114,7 @@ def test_good_settings_pass():
 @pytest.mark.parametrize("rule", REFUSALS, ids=lambda rule: rule.field)
 def test_each_setting_is_refused_by_name(rule):
     """A value that is not hosted is refused with field, value and what is allowed."""
-    bad = {"enforce_eager": False, "cache_dtype": "fp8", "device_type": "cuda"}
+    bad = {"enforce_eager": False, "cache_dtype": "fp8", "device_type": "xpu"}
     name = rule.field.rpartition(".")[2]
     value = bad.get(name, 2 if name.endswith("_size") else "something")
     with pytest.raises(ConfigError) as caught:

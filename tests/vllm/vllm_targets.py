@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import subprocess
 import sys
@@ -13,17 +14,53 @@ from typing import Any
 
 VOCAB = 24
 ENGINE = {"max_model_len": 128, "max_num_seqs": 4, "max_num_batched_tokens": 48}
+QUIET = {
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+    "VLLM_CPU_CI_ENV": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+"""What vLLM reads from the environment in the tests."""
 Ask = dict[str, Any]
 
 
-def run_engine(folder: Path, name: str, job: dict[str, Any]) -> dict[str, Any]:
-    """Run `one_engine.py` and read what it printed."""
-    given, made = folder / f"{name}.job.json", folder / f"{name}.result.json"
-    given.write_text(json.dumps(job))
-    command = [sys.executable, str(Path(__file__).with_name("one_engine.py")), str(given), str(made)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=500)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(made.read_text())
+class Engines:
+    """A process that has imported vLLM and forks for each engine that is to run."""
+
+    def __init__(self) -> None:
+        self._server: subprocess.Popen[str] | None = None
+
+    def run(self, folder: Path, name: str, job: dict[str, Any]) -> dict[str, Any]:
+        """Run a job in a fork of the process, and read its result."""
+        given, made, log = (folder / f"{name}.{kind}" for kind in ("job.json", "result.json", "log"))
+        given.write_text(json.dumps(job))
+        made.unlink(missing_ok=True)
+        server = self._start()
+        server.stdin.write(json.dumps([str(given), str(made), str(log)]) + "\n")
+        server.stdin.flush()
+        status = server.stdout.readline().strip()
+        said = log.read_text()[-4000:] if log.exists() else "the process that imports vLLM ended"
+        assert status == "0", f"engine {name}: status {status or 'none'}\n{said}"
+        return json.loads(made.read_text())
+
+    def close(self) -> None:
+        """End the process."""
+        if self._server is not None:
+            self._server.communicate()
+            self._server = None
+
+    def _start(self) -> subprocess.Popen[str]:
+        if self._server is None:
+            command = [sys.executable, str(Path(__file__).with_name("one_engine.py"))]
+            pipe = subprocess.PIPE
+            self._server = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=os.environ | QUIET)
+        return self._server
+
+
+ENGINES = Engines()
 
 
 @dataclass(frozen=True)
@@ -35,14 +72,21 @@ class Target:
     asks: list[Ask]
     vocab_size: int
     drafter: str = ""
+    with_tokenizer: bool = False
 
     @cached_property
+    def plain_run(self) -> dict[str, Any]:
+        """What stock vLLM makes of the requests without speculation and without any class of ours."""
+        return ENGINES.run(self.folder, "plain", self.job(None))
+
+    @property
     def plain(self) -> list[list[int]]:
-        """Tokens of stock vLLM without speculation and without any class of ours."""
-        return run_engine(self.folder, "plain", self.job(None))["tokens"][0]
+        """Its tokens."""
+        return self.plain_run["tokens"][0]
 
     def job(self, speculative: dict[str, Any] | None, **others: Any) -> dict[str, Any]:
-        return {"model": self.model, "engine": ENGINE, "speculative": speculative, "batches": [self.asks]} | others
+        given = {"model": self.model, "with_tokenizer": self.with_tokenizer, "engine": ENGINE}
+        return given | {"speculative": speculative, "batches": [self.asks]} | others
 
     def config(self, name: str) -> dict[str, Any]:
         """The speculative config of a speculator under test."""
@@ -61,11 +105,12 @@ class Target:
             "foreign_tree": {"method": "draft_model", "model": self.drafter, "max_branching": 3},
             "adversarial": adversarial,
             "adversarial_mask": adversarial | {"use_masks": True},
+            "adversarial_on_triton": adversarial | {"method": "adversarial_on_triton", "use_masks": True},
         }
         return {"num_speculative_tokens": 9} | members[name]
 
     def run(self, name: str, speculative: dict[str, Any], **others: Any) -> dict[str, Any]:
-        return run_engine(self.folder, name, self.job(speculative, **others))
+        return ENGINES.run(self.folder, name, self.job(speculative, **others))
 
 
 def make_asks(vocab_size: int, count: int = 7) -> list[Ask]:

@@ -40,7 +40,7 @@ def describe_model(
     device = torch.device("cpu")
     weights = resolve_dtype(dtype, device)
     model = CausalModel(load_pretrained(resolve_model(name), weights, device, on_progress=on_progress))
-    registry = KernelRegistry(() if config is None else config.spec_kernel_providers)
+    registry = KernelRegistry(() if config is None else config.spec_kernel_providers, device_type=device.type)
     layers = [
         _attention_layer(descriptor, shape, model.dtype, registry)
         for descriptor, shape in zip(model.attention_descriptors, model.kv_shapes, strict=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 
 class SpecRoundError(Exception):
@@ -78,6 +78,19 @@ class SpeculatorError(SpecRoundError, RuntimeError):
         self.speculator, self.hook, self.request_ids, self.cause = speculator, hook, tuple(request_ids), cause
         shown = ", ".join(map(repr, self.request_ids[:8])) + (" ..." if len(self.request_ids) > 8 else "")
         super().__init__(f"{speculator}.{hook} failed: {cause} (requests failed: {shown or 'none'})")
+
+    def naming(self, request_ids: Iterable[str], batch: Sequence[str] = ()) -> SpeculatorError:
+        """The same failure with the requests that it ended, for a host that knows them.
+
+        Args:
+            request_ids: Requests that failed with the hook.
+            batch: Requests of the step in batch order, to name the one whose plan was refused.
+        """
+        cause = self.cause
+        at_fault = self.__cause__.batch_idx if isinstance(self.__cause__, PlanError) else None
+        if at_fault is not None and at_fault < len(batch):
+            cause += f" (batch place {at_fault} is request {batch[at_fault]!r})"
+        return SpeculatorError(self.speculator, self.hook, tuple(request_ids), cause)
 
     def __reduce__(self) -> tuple[type[SpeculatorError], tuple[str, str, tuple[str, ...], str]]:
         return type(self), (self.speculator, self.hook, self.request_ids, self.cause)

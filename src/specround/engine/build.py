@@ -88,7 +88,8 @@ def build_engine(config: EngineConfig, on_progress: Progress | None = None) -> E
     loaded = load_pretrained(source, dtype, device, on_progress=on_progress)
     model = CausalModel(loaded, quantization=config.quantization, state_mode=config.state_mode)
     max_model_len = _resolve_max_model_len(config, model)
-    registry = KernelRegistry(() if speculation is None else speculation.spec_kernel_providers)
+    providers = () if speculation is None else speculation.spec_kernel_providers
+    registry = KernelRegistry(providers, device_type=device.type)
     capabilities = registry.capabilities(model.descriptors, model.limits)
     effective = declared if speculation is None else _adapt(speculation, declared, capabilities)
     state = _device_state(config, max_model_len, declared, device)

@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Mapping
 
-from specround.contract import EngineStoppedError, PlanError, RoundStats, SpeculatorConfig, SpeculatorError, overrides
+from specround.contract import EngineStoppedError, RoundStats, SpeculatorConfig, SpeculatorError, overrides
 from specround.engine.messages import NewRequest, RequestUpdate
 from specround.engine.runner import Runner, StepHandle
 from specround.engine.scheduler import Scheduler
@@ -89,11 +89,8 @@ class EngineCore:
                 updates += self._take_in(self._in_flight.popleft())
             return updates
         except SpeculatorError as error:
-            cause = error.cause
-            at_fault = error.__cause__.batch_idx if isinstance(error.__cause__, PlanError) else None
-            if at_fault is not None and scheduled is not None:
-                cause += f" (batch place {at_fault} is request {scheduled.request_ids[at_fault]!r})"
-            raise SpeculatorError(error.speculator, error.hook, self._stop(error), cause) from error
+            batch = () if scheduled is None else scheduled.request_ids
+            raise error.naming(self._stop(error), batch) from error
         except BaseException as error:  # an interrupt too: what it cut short cannot be resumed
             self._stop(error)
             raise

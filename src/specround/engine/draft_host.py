@@ -10,8 +10,7 @@ from torch import Tensor
 
 from specround.contract import ConfigError, DraftRows, ModelError, SpecResources
 from specround.engine.device_state import DeviceState
-from specround.kernels.kv_cache.naive import write_kv
-from specround.kernels.reference import AttentionKernel
+from specround.kernels.reference import AttentionKernel, WriteKV
 from specround.kernels.registry import KernelRegistry
 from specround.kernels.tree_attention.rows import AttentionRows
 from specround.models.attention import KVShape
@@ -63,6 +62,7 @@ class EngineDraftHost:
         self._models: list[HostedDraftModel] = []
         self._caches: dict[str, tuple[Tensor, Tensor]] = {}
         self._kernels: dict[str, AttentionKernel] = {}
+        self._write_kv: WriteKV | None = None
         self._current: tuple[AttentionRows, Tensor] | None = None
         self._layout = DraftRowLayout(state.null_req_idx + 1, state.block_tables.device)
         self.max_kv_len = 0
@@ -134,6 +134,7 @@ class EngineDraftHost:
     def bind(self, registry: KernelRegistry, caches: list[tuple[Tensor, Tensor]]) -> None:
         """Give every draft layer its cache and kernel."""
         remaining = list(caches)
+        self._write_kv = registry.write_kv
         for layer in self._layers:
             self._caches[layer.name] = remaining.pop(0)
             key = "attention:full/verify" if layer.window is None else "attention:sliding/verify"
@@ -161,7 +162,8 @@ class EngineDraftHost:
             raise ConfigError("draft layer", layer, f"one of the declared ones: {known}")
         rows, slots = self.current
         key_cache, value_cache = self._caches[layer]
-        write_kv(key_cache, value_cache, key, value, slots)
+        assert self._write_kv is not None, "layers are bound before they attend"
+        self._write_kv(key_cache, value_cache, key, value, slots)
         window = next(item.window for item in self._layers if item.name == layer)
         scale = query.shape[-1] ** -0.5
         return self._kernels[layer](

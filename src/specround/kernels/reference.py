@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from torch import Tensor
@@ -19,6 +19,10 @@ _CHAIN_FEATURES = {
     "kv_sharing": "a layer that shares another layer's KV has no tree commit",
     "kv_scales": "KV quantised with separate scales has no commit kernel that moves the scales",
 }
+
+
+WriteKV = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
+"""Writes rows to paged slots: key cache, value cache, key, value, slots; see `kv_cache.naive.write_kv`."""
 
 
 class AttentionKernel(SpecKernel, Protocol):

@@ -16,7 +16,8 @@ from specround.contract import (
     SpecResources,
     min_kind,
 )
-from specround.kernels.reference import ReferenceKernels
+from specround.kernels.kv_cache.naive import write_kv
+from specround.kernels.reference import ReferenceKernels, WriteKV
 
 logger = logging.getLogger(__name__)
 
@@ -26,6 +27,11 @@ class KernelRegistry:
 
     Args:
         providers: Factories of kernels by key; a later one wins a key, each override is logged once.
+        device_type: Where the kernels run. The built-in ones are plain torch, but for those with a Triton kernel on
+            "cuda".
+
+    Attributes:
+        write_kv: Writes keys and values on that device; it has no key, as speculation adds nothing to it.
 
     Raises:
         KernelError: A provider fails, or supplies an unknown key or something that is not a kernel.
@@ -35,13 +41,25 @@ class KernelRegistry:
         'mask'
     """
 
-    def __init__(self, providers: Iterable[KernelProvider] = ()) -> None:
+    def __init__(self, providers: Iterable[KernelProvider] = (), *, device_type: str = "cpu") -> None:
         self._built_in: dict[str, SpecKernel] = ReferenceKernels()
+        self.write_kv: WriteKV = write_kv
+        if device_type == "cuda":
+            self._use_triton()
         self._kernels: dict[str, SpecKernel] = dict(self._built_in)
         if not isinstance(providers, Iterable):
             raise KernelError(f"spec_kernel_providers={providers!r}: must be a sequence of functions")
         for provider in providers:
             self._overlay(provider)
+
+    def _use_triton(self) -> None:
+        try:
+            from specround.kernels import gpu
+        except ImportError as error:
+            logger.warning("no Triton kernels, plain torch runs in their place: %s", error)
+            return
+        self._built_in.update(gpu.triton_kernels())
+        self.write_kv = gpu.write_kv
 
     def _overlay(self, provider: KernelProvider) -> None:
         name = getattr(provider, "__qualname__", repr(provider))

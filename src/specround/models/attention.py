@@ -9,10 +9,9 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from specround.contract.errors import ModelError
-from specround.kernels.kv_cache.naive import write_kv
 
 if TYPE_CHECKING:
-    from specround.kernels.reference import AttentionKernel
+    from specround.kernels.reference import AttentionKernel, WriteKV
     from specround.kernels.state_rows import StateRows
     from specround.kernels.tree_attention.rows import AttentionRows
 
@@ -91,12 +90,13 @@ class AttentionLayer:
         self.calls: list[HookCall] | None = []
         """Calls while the model is probed; None once it is."""
         self._kernel: AttentionKernel | None = None
+        self._write_kv: WriteKV | None = None
         self._key_cache: Tensor | None = None
         self._value_cache: Tensor | None = None
 
-    def bind(self, kernel: AttentionKernel, key_cache: Tensor, value_cache: Tensor) -> None:
-        """Set the kernel and the caches `[S, Hkv, D]` and `[S, Hkv, Dv]`."""
-        self._kernel, self._key_cache, self._value_cache = kernel, key_cache, value_cache
+    def bind(self, kernel: AttentionKernel, write_kv: WriteKV, key_cache: Tensor, value_cache: Tensor) -> None:
+        """Set the kernels and the caches `[S, Hkv, D]` and `[S, Hkv, Dv]`."""
+        self._kernel, self._write_kv, self._key_cache, self._value_cache = kernel, write_kv, key_cache, value_cache
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float, sinks: Tensor | None) -> Tensor:
         """Write keys and values, then attend with the layer's window and soft cap.
@@ -113,11 +113,12 @@ class AttentionLayer:
         """
         rows, slots = self.context.rows, self.context.slots
         assert self._kernel is not None
+        assert self._write_kv is not None
         assert self._key_cache is not None
         assert self._value_cache is not None
         assert rows is not None
         assert slots is not None
-        write_kv(self._key_cache, self._value_cache, key, value, slots)
+        self._write_kv(self._key_cache, self._value_cache, key, value, slots)
         return self._kernel(
             query,
             self._key_cache,

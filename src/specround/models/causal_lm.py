@@ -123,7 +123,7 @@ class CausalModel:
         descriptors = self.attention_descriptors
         for layer, descriptor, (key_cache, value_cache) in zip(self.layers, descriptors, caches, strict=True):
             kernel: AttentionKernel = registry.get(descriptor.verify_key, descriptor)  # type: ignore[assignment]
-            layer.bind(kernel, key_cache, value_cache)
+            layer.bind(kernel, registry.write_kv, key_cache, value_cache)
 
     def bind_states(self, registry: KernelRegistry, num_blocks: int, num_row_slots: int) -> None:
         """Allocate the recurrent layers' caches and take their kernels.

@@ -41,6 +41,12 @@ class StepRequests:
             drafts + 1 if computed + rows - drafts >= prefill else 0 for rows, drafts, computed, prefill in per_request
         )
 
+    @property
+    def roots(self) -> tuple[int, ...]:
+        """Position of each request's root."""
+        per_request = zip(self.num_computed, self.num_rows, self.num_plan_rows, strict=True)
+        return tuple(computed + rows - plan for computed, rows, plan in per_request)
+
 
 def make_batch(
     requests: StepRequests, table: RequestTable, block_tables: Tensor, block_size: int, budget: int, max_candidates: int
@@ -59,9 +65,11 @@ def make_batch(
     plan_rows = requests.num_plan_rows
     prefix = [rows - plan for rows, plan in zip(requests.num_rows, plan_rows, strict=True)]
     row_start, logits_start = offsets(requests.num_rows), offsets(plan_rows)
-    temperature = table.sampling.temperature[list(requests.req_idx)].tolist()
     sampled = [
-        row for i, value in enumerate(temperature) if value > 0 for row in range(logits_start[i], logits_start[i + 1])
+        row
+        for i, req_idx in enumerate(requests.req_idx)
+        if table.temperature_cpu[req_idx] > 0
+        for row in range(logits_start[i], logits_start[i + 1])
     ]
     caps = [
         min(rows, 1 if request_id in table.plain else max_candidates)
@@ -69,7 +77,7 @@ def make_batch(
     ]
 
     def put(values: Sequence[int], dtype: torch.dtype = torch.int64) -> Tensor:
-        return torch.tensor(values, dtype=dtype).to(device, non_blocking=True)
+        return upload(values, device, dtype)
 
     req_idx, computed = put(requests.req_idx), put(requests.num_computed)
     root_position, allowed = computed + put(prefix), put(caps)
@@ -99,6 +107,12 @@ def make_batch(
         seeds=table.seeds,
         budget=budget,
     )
+
+
+def upload(values: Sequence[int], device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
+    """Host values on the device, without waiting for it."""
+    host = torch.tensor(values, dtype=dtype)
+    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
 
 
 def offsets(counts: Sequence[int]) -> list[int]:

@@ -20,6 +20,7 @@ from specround.contract import (
     SpeculatorError,
 )
 from specround.integrations.vllm.draft_host import VllmDraftHost
+from specround.integrations.vllm.draft_layers import DraftLayers
 from specround.integrations.vllm.limits import layer_features
 from specround.integrations.vllm.requests import RequestTable
 from specround.integrations.vllm.step import RoundSteps
@@ -43,7 +44,7 @@ def build_steps(speculation: SpeculatorConfig, runner: Any) -> RoundSteps:
         SpeculatorError: A hook of the speculator failed.
     """
     device: torch.device = runner.device
-    registry = KernelRegistry(speculation.spec_kernel_providers)
+    registry = KernelRegistry(speculation.spec_kernel_providers, device_type=device.type)
     with _start_up_hook(speculation, "declare_resources"):
         declared = speculation.declare_resources()
     _check_declared(declared)
@@ -58,7 +59,7 @@ def build_steps(speculation: SpeculatorConfig, runner: Any) -> RoundSteps:
         num_drafts=declared.max_candidates - 1,
         device=device,
     )
-    host = VllmDraftHost(runner, table)
+    host = VllmDraftHost(runner, table, DraftLayers(declared.draft_layers, runner.vllm_config, registry))
     with _start_up_hook(speculation, "create"):
         speculator: object = speculation.create(declared, host, device)
     if not isinstance(speculator, BaseSpeculator):
@@ -69,7 +70,7 @@ def build_steps(speculation: SpeculatorConfig, runner: Any) -> RoundSteps:
     registry.bind(effective)
     for name, layer in _attention(runner).items():
         descriptor = describe_layer(name, layer)
-        layer.kernel = registry.get(descriptor.verify_key, descriptor)
+        layer.kernel, layer.write_kv = registry.get(descriptor.verify_key, descriptor), registry.write_kv
     commit: PagedCommitKernel = registry.get("layout:paged_token/commit")  # type: ignore[assignment]
     spec_round = SpecRound(speculator, effective, commit, runner.vocab_size, check_values=device.type == "cpu")
     logger.info("%s verifies a %s of %d rows", speculation.method, effective.kind, effective.max_candidates)
@@ -108,9 +109,6 @@ def describe_layer(name: str, layer: Any) -> LayerDescriptor:
 def _check_declared(declared: SpecResources) -> None:
     if isinstance(declared.hidden_states, tuple):
         raise ConfigError("hidden_states", declared.hidden_states, "'none' or 'last' in vLLM")
-    if declared.draft_layers:
-        names = [layer.name for layer in declared.draft_layers]
-        raise ConfigError("draft_layers", names, "empty in vLLM: KV of draft modules is not hosted there yet")
 
 
 def _check_effective(speculation: SpeculatorConfig, declared: SpecResources, effective: SpecResources) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from vllm.model_executor.model_loader import get_model
 
 from specround.contract import ConfigError, DraftRows
 from specround.integrations.vllm.attention import RoundMetadata
+from specround.integrations.vllm.draft_layers import DraftLayers
 from specround.integrations.vllm.requests import RequestTable
 from specround.kernels.tree_attention.rows import AttentionRows
 from specround.round.draft_rows import DraftRowLayout, DraftSlots
@@ -69,10 +70,11 @@ class VllmDraftHost:
     Args:
         runner: vLLM's runner with the target loaded.
         table: The requests' rows.
+        layers: Layers that the drafter declares.
     """
 
-    def __init__(self, runner: Any, table: RequestTable) -> None:
-        self._runner, self._table = runner, table
+    def __init__(self, runner: Any, table: RequestTable, layers: DraftLayers) -> None:
+        self._runner, self._table, self._layers = runner, table, layers
         self._layout = DraftRowLayout(table.max_num_seqs + 1, runner.device)
         self._current: tuple[AttentionRows, Tensor] | None = None
         self._num_models = 0
@@ -95,7 +97,7 @@ class VllmDraftHost:
     @property
     def current(self) -> tuple[AttentionRows, Tensor]:
         """Rows and flat slots announced by the last `begin`."""
-        assert self._current is not None, "begin() comes before forward()"
+        assert self._current is not None, "begin() comes before forward() and attend()"
         return self._current
 
     def load(self, names: Sequence[str]) -> dict[str, Tensor]:
@@ -146,14 +148,15 @@ class VllmDraftHost:
             block_tables=block_table,
             num_allocated_slots=allocated,
             block_size=block_size,
-            max_kv_len=int(rows.slots.max()) + 1,
+            max_kv_len=self._table.max_kv_len,
         )
         self._current = self._layout.lay_out(rows, held)
 
-    def attend(self, layer: str, query: Tensor, key: Tensor, value: Tensor) -> NoReturn:
-        """Refuse: layers that a drafter declares itself have no KV in vLLM.
+    def attend(self, layer: str, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Write the rows' KV to the layer's cache and attend.
 
         Raises:
-            ConfigError: Always.
+            ConfigError: No such layer was declared.
         """
-        raise ConfigError("draft layer", layer, "a layer of a loaded draft model: vLLM holds KV of no others")
+        rows, slots = self.current
+        return self._layers.attend(layer, query, key, value, rows, slots)

@@ -74,7 +74,7 @@ REFUSALS: Final = (
     ),
     Rule("cache_config.kv_sharing_fast_prefill", _unset, "False: rows of a plan would be skipped"),
     Rule("speculative_config.enable_adaptive_verification", _unset, "False: the speculator trims plans"),
-    Rule("device_config.device_type", _is("cpu"), "'cpu': attention backends of other devices are not hosted yet"),
+    Rule("device_config.device_type", _is("cpu", "cuda"), "'cpu' or 'cuda': nothing was tried elsewhere"),
 )
 """Settings that are refused, in the order they are checked."""
 

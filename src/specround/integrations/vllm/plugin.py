@@ -9,6 +9,8 @@ def register() -> None:
     A vLLM that is started without a speculator of ours runs as if this package were not installed. The worker, which
     only `llm_kwargs` names, selects the backend and checks the version.
     """
-    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-    register_backend(AttentionBackendEnum.CUSTOM, "specround.integrations.vllm.attention.RoundBackend")
+    from specround.integrations.vllm.start import use_backend
+
+    use_backend(AttentionBackendEnum.CUSTOM)

@@ -16,13 +16,14 @@ class RoundProposer(BaseSpeculator):
 
     Args:
         num_drafts: K.
+        device: Where drafts are.
     """
 
     supports_mm_inputs = False
     draft_logits = None
 
-    def __init__(self, num_drafts: int) -> None:
-        self._num_drafts = num_drafts
+    def __init__(self, num_drafts: int, device: torch.device) -> None:
+        self._num_drafts, self._device = num_drafts, device
         self.steps: RoundSteps | None = None
         """Set once the target is loaded."""
 
@@ -35,6 +36,6 @@ class RoundProposer(BaseSpeculator):
     def propose(self, input_batch: Any, *arguments: Any, **named: Any) -> Tensor:
         """Drafts `[R, K]`, -1 = none; rows that the speculator plans itself stay at -1."""
         if self.steps is None or self.steps.current is None or named.get("dummy_run"):
-            return torch.full((input_batch.num_reqs, self._num_drafts), -1, dtype=torch.int64)
+            return torch.full((input_batch.num_reqs, self._num_drafts), -1, dtype=torch.int64, device=self._device)
         num_drafts = named.get("num_speculative_tokens")
         return self.steps.propose(self._num_drafts if num_drafts is None else int(num_drafts))

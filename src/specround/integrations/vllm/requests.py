@@ -27,6 +27,10 @@ class RequestTable:
         self.limits = torch.zeros(rows, dtype=torch.int64, device=device)
         self.seeds = torch.zeros(rows, dtype=torch.int64, device=device)
         self.sampling = SamplingView(temperature=torch.zeros(rows, dtype=torch.float32, device=device))
+        self.temperature_cpu, self.limits_cpu = [0.0] * rows, [0] * rows
+        """Host copies, so that a step reads nothing from the device."""
+        self.max_kv_len = 0
+        """Upper bound of the slots that any row sees until the next step is planned."""
         self.request_ids: dict[str, int] = {}
         """Slot of each request."""
         self.plain: set[str] = set()
@@ -44,11 +48,12 @@ class RequestTable:
         self.request_ids[request_id] = req_idx
         self.token_history[req_idx, : len(token_ids)] = torch.tensor(token_ids, dtype=torch.int64)
         self.draft_token_ids[req_idx] = -1
-        self.limits[req_idx] = min(limit, self.max_model_len)
+        self.limits_cpu[req_idx] = min(limit, self.max_model_len)
+        self.limits[req_idx] = self.limits_cpu[req_idx]
 
     def set_sampling(self, req_idx: int, temperature: float, seed: int) -> None:
         """Set what a request is sampled with."""
-        self.sampling.temperature[req_idx] = temperature
+        self.sampling.temperature[req_idx] = self.temperature_cpu[req_idx] = temperature
         self.seeds[req_idx] = seed
 
     def forget(self, request_id: str) -> int | None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from vllm.v1.worker.cpu.model_runner import CPUModelRunner
+from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
 from specround.contract import ConfigError, SpeculatorConfig, parse_speculative_config
 from specround.integrations.vllm.attention import RoundAttention, slot_rows
@@ -23,8 +23,8 @@ from specround.integrations.vllm.step import RoundSteps
 logger = logging.getLogger(__name__)
 
 
-class RoundRunner(CPUModelRunner):
-    """Plans before the forward, accepts in the sampler, commits after it."""
+class RoundRunner(GPUModelRunner):
+    """Plans before the forward, accepts in the sampler, commits after it. The V2 runner of every device is this one."""
 
     steps: RoundSteps
     sampler: Any
@@ -32,7 +32,7 @@ class RoundRunner(CPUModelRunner):
     def __init__(self, vllm_config: Any, device: torch.device) -> None:
         super().__init__(vllm_config, device)
         self._speculation: SpeculatorConfig = parse_speculative_config(own_config(vllm_config.additional_config))
-        self.speculator: RoundProposer = RoundProposer(self.num_speculative_steps)
+        self.speculator: RoundProposer = RoundProposer(self.num_speculative_steps, device)
         self._kept: dict[str, int] = {}
         self._caches: list[Tensor] = []
 

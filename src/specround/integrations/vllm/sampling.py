@@ -13,6 +13,9 @@ from specround.integrations.vllm.step import RoundSteps
 _PARAMETERS = 8
 """Leading arguments of `Sampler.sample` that `Sampler.apply_sampling_params` takes too."""
 
+_CHUNK_ROWS = 4
+"""Place of `max_chunk_logits` among the arguments of `_verify_in_chunks` after the logits."""
+
 
 class RoundSampler(Sampler):
     """Samples steps in which no request has drafts."""
@@ -43,6 +46,12 @@ class RoundSampler(Sampler):
 class RoundRejectionSampler(RejectionSampler):
     """Samples steps in which some request has drafts."""
 
+    def _verify_in_chunks(self, logits: Tensor, *arguments: Any, **named: Any) -> Any:
+        """A step at once, however many logits it has: a round accepts all its requests together."""
+        given = [*arguments]
+        given[_CHUNK_ROWS] = logits.shape[0]
+        return super()._verify_in_chunks(logits, *given, **named)
+
     def _verify(
         self, logits: Tensor, draft_logits: Any, draft_sampled: Tensor, *arguments: Any, **named: Any
     ) -> tuple[Tensor, Tensor, Tensor]:
@@ -51,10 +60,7 @@ class RoundRejectionSampler(RejectionSampler):
         step = steps.current
         expected = 0 if step is None else sum(step.requests.num_drafts) + len(step.requests.num_drafts)
         if logits.shape[0] != expected:
-            raise RuntimeError(
-                f"vLLM verifies {logits.shape[0]} of {expected} logits rows at once: lower max_num_seqs or "
-                "num_speculative_tokens until the logits of a step fit into one chunk"
-            )
+            raise RuntimeError(f"vLLM verifies {logits.shape[0]} rows of logits: must be the {expected} of its step")
         pos, _, idx_mapping, idx_mapping_np, expanded_idx_mapping, expanded_local_pos, seq_lens = arguments[:7]
         processed = self.sampler.apply_sampling_params(
             logits,

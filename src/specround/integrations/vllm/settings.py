@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import json
 import os
 from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
 from typing import Any, Final
 
 from specround.contract import ConfigError, parse_speculative_config
 
 CONFIG_KEY: Final = "specround"
 """Key of the speculative config in vLLM's `additional_config`."""
-WORKER: Final = "specround.integrations.vllm.worker.RoundWorker"
+CPU_WORKER: Final = "specround.integrations.vllm.worker.RoundWorker"
+GPU_WORKER: Final = "specround.integrations.vllm.gpu_worker.RoundGPUWorker"
 SCHEDULER: Final = "specround.integrations.vllm.scheduler.RoundScheduler"
 ENVIRONMENT: Final[Mapping[str, str]] = {"VLLM_USE_V2_MODEL_RUNNER": "1"}
 """Environment variables that vLLM needs on every device."""
@@ -38,12 +42,14 @@ def llm_kwargs(speculative_config: Mapping[str, Any], **others: Any) -> dict[str
     """
     num_drafts = parse_speculative_config(speculative_config).num_speculative_tokens
     own: dict[str, Any] = {
-        "worker_cls": WORKER,
+        "worker_cls": CPU_WORKER if is_cpu_build() else GPU_WORKER,
         "scheduler_cls": SCHEDULER,
         "speculative_config": carrier_config(num_drafts),
         "async_scheduling": False,
         "enforce_eager": True,
     }
+    if not is_cpu_build():  # on a CPU vLLM has one backend, whose place the worker takes
+        own["attention_backend"] = "CUSTOM"
     for name, value in own.items():
         if name in others and others[name] != value:
             raise ConfigError(name, others[name], f"left out: the speculator needs {value!r}")
@@ -71,6 +77,8 @@ def serve_arguments(model: str, speculative_config: Mapping[str, Any], others: l
         "--speculative-config": json.dumps(own["speculative_config"]),
         "--additional-config": json.dumps(own["additional_config"]),
     }
+    if "attention_backend" in own:
+        flags["--attention-backend"] = own["attention_backend"]
     switches = ["--no-async-scheduling", "--enforce-eager"]
     taken = {*flags, "--async-scheduling", "--no-enforce-eager"}
     for word in others:
@@ -115,10 +123,14 @@ def prepare_environment() -> None:
         allow_interpreter_on_cpu()
 
 
+@cache
 def is_cpu_build() -> bool:
-    """Whether the torch that is installed has no CUDA; reads the version, imports nothing heavy."""
-    if importlib.util.find_spec("torch") is None:
+    """Whether the torch that is installed has no CUDA; reads its `version.py`, imports nothing heavy."""
+    found = importlib.util.find_spec("torch")
+    if found is None or found.origin is None:
         return False
-    from importlib.metadata import version
-
-    return "+cpu" in version("torch")
+    for node in ast.walk(ast.parse(Path(found.origin).with_name("version.py").read_text(encoding="utf-8"))):
+        target = node.target if isinstance(node, ast.AnnAssign) else None
+        if isinstance(target, ast.Name) and target.id == "cuda" and isinstance(node, ast.AnnAssign):
+            return isinstance(node.value, ast.Constant) and node.value.value is None
+    return True

@@ -5,14 +5,15 @@ Needs no vLLM: the runner hands over tensors and host values.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from specround.contract import AcceptResult, HostStep, ProposeView, SpeculatorError, StepObservation, VerifyOutput
-from specround.integrations.vllm.batch import StepRequests, make_batch, plan_logits
+from specround.integrations.vllm.batch import StepRequests, make_batch, plan_logits, upload
 from specround.integrations.vllm.requests import RequestTable
 from specround.round import PlanLayout, RoundBatch, SpecRound
 from specround.round.commit import CommittedRows
@@ -83,7 +84,9 @@ class RoundSteps:
         """
         effective = self.round.resources.max_candidates
         batch = make_batch(requests, self.table, block_table, block_size, self._budget, effective)
-        plan = self.round.plan(batch)
+        self.table.max_kv_len = max(batch.shape.kv_bounds) + self.table.draft_token_ids.shape[1] + 1
+        with self._naming(requests):
+            plan = self.round.plan(batch)
         self.current = Step(requests=requests, batch=batch, layout=self.round.lay_out(plan, batch))
         return self.current
 
@@ -99,7 +102,7 @@ class RoundSteps:
             token vLLM drops.
         """
         step = self._step()
-        chosen = torch.tensor(plan_logits(step.requests), dtype=torch.int64, device=logits.device)
+        chosen = upload(plan_logits(step.requests), logits.device)
         batch = step.batch
         output = VerifyOutput(
             logits=processed.index_select(0, chosen).float(),
@@ -111,7 +114,8 @@ class RoundSteps:
             sampling=batch.sampling,
             seeds=batch.seeds,
         )
-        step.result = self.round.accept(step.layout, output, batch)
+        with self._naming(step.requests):
+            step.result = self.round.accept(step.layout, output, batch)
         return step.result.token_ids.clamp(min=0), step.result.num_committed.clamp(min=1)
 
     def commit(self, caches: Sequence[Tensor], hidden_states: Tensor) -> None:
@@ -128,15 +132,15 @@ class RoundSteps:
         assert step.result is not None
         shape = step.batch.shape
         if "observe_step" in self.round.hooks and shape.num_logits_rows:
-            self.round.observe(
-                StepObservation(
-                    num_requests=shape.num_requests,
-                    num_rows=shape.total_rows,
-                    graph_shape=None,
-                    num_candidates=step.layout.plan.num_candidates,
-                    num_committed=step.result.num_committed,
-                )
+            observation = StepObservation(
+                num_requests=shape.num_requests,
+                num_rows=shape.total_rows,
+                graph_shape=None,
+                num_candidates=step.layout.plan.num_candidates,
+                num_committed=step.result.num_committed,
             )
+            with self._naming(step.requests):
+                self.round.observe(observation)
 
     def propose(self, num_drafts: int) -> Tensor:
         """Draft for the next round; ends the step.
@@ -156,29 +160,29 @@ class RoundSteps:
         prefix = (batch.root_row - batch.row_start[:-1]).to(torch.int64)
         computed = batch.num_computed_tokens.to(torch.int64) + prefix + result.num_committed
         history = self.table.token_history
-        ready = self.round.propose(
-            ProposeView(
-                req_idx=batch.req_idx,
-                num_computed_tokens=computed.to(torch.int32),
-                root_token_ids=torch.where(committed, history[batch.req_idx, computed], -1),
-                max_rows=batch.max_rows,
-                token_history=history,
-                sampling=batch.sampling,
-                seeds=batch.seeds,
-                budget=self._budget,
-                draft_token_ids=self.table.draft_token_ids,
-                row_start=batch.row_start,
-                root_row=batch.root_row,
-                num_rows=batch.shape.num_rows,
-                row_req_idx=batch.req_idx[step.layout.batch_idx],
-                input_ids=rows.input_ids,
-                positions=rows.positions,
-                hidden_states=rows.hidden_states,
-                result=result,
-                any_sampled=batch.shape.num_sampled_rows > 0,
-                host=self._host_step(step, result) if self._host_drafting else None,
-            )
+        view = ProposeView(
+            req_idx=batch.req_idx,
+            num_computed_tokens=computed.to(torch.int32),
+            root_token_ids=torch.where(committed, history[batch.req_idx, computed], -1),
+            max_rows=batch.max_rows,
+            token_history=history,
+            sampling=batch.sampling,
+            seeds=batch.seeds,
+            budget=self._budget,
+            draft_token_ids=self.table.draft_token_ids,
+            row_start=batch.row_start,
+            root_row=batch.root_row,
+            num_rows=batch.shape.num_rows,
+            row_req_idx=batch.req_idx[step.layout.batch_idx],
+            input_ids=rows.input_ids,
+            positions=rows.positions,
+            hidden_states=rows.hidden_states,
+            result=result,
+            any_sampled=batch.shape.num_sampled_rows > 0,
+            host=self._host_step(step, result) if self._host_drafting else None,
         )
+        with self._naming(step.requests):
+            ready = self.round.propose(view)
         counts = ready if ready is not None else [self._budget - 1] * batch.shape.num_requests
         plain = self.table.plain
         for request_id, count in zip(step.requests.request_ids, counts, strict=True):
@@ -186,17 +190,16 @@ class RoundSteps:
         return self.table.draft_token_ids[batch.req_idx]
 
     def _host_step(self, step: Step, result: AcceptResult) -> HostStep:
-        counts = result.num_committed.tolist()
-        committed = tuple(tuple(row[:count]) for row, count in zip(result.token_ids.tolist(), counts, strict=True))
-        room = (self.table.limits[step.batch.req_idx] - step.batch.root_position - 3).clamp(min=0)
-        room = room.clamp(max=self._budget - 1)
-        drafts = [
-            0 if request_id in self.table.plain else limit
-            for request_id, limit in zip(step.requests.request_ids, room.tolist(), strict=True)
-        ]
+        requests, table = step.requests, self.table
+        found = torch.cat([result.num_committed[:, None].to(result.token_ids.dtype), result.token_ids], 1).tolist()
+        committed = tuple(tuple(row[1 : 1 + row[0]]) for row in found)
+        drafts = []
+        for request_id, req_idx, root in zip(requests.request_ids, requests.req_idx, requests.roots, strict=True):
+            room = min(max(table.limits_cpu[req_idx] - root - 3, 0), self._budget - 1)
+            drafts.append(0 if request_id in table.plain else room)
         return HostStep(
-            request_ids=step.requests.request_ids,
-            req_idx=step.requests.req_idx,
+            request_ids=requests.request_ids,
+            req_idx=requests.req_idx,
             committed=committed,
             max_drafts=tuple(drafts),
         )
@@ -212,4 +215,13 @@ class RoundSteps:
             getattr(speculator, hook)(request_id, req_idx, token_ids)
         except (Exception, SystemExit) as error:
             cause = f"{type(error).__name__}: {error}"
-            raise SpeculatorError(type(speculator).__name__, hook, (), cause) from error
+            failed = (*self.table.request_ids,)
+            raise SpeculatorError(type(speculator).__name__, hook, failed, cause) from error
+
+    @contextmanager
+    def _naming(self, requests: StepRequests) -> Iterator[None]:
+        """Name the requests when a hook fails: vLLM's engine stops with all that are running."""
+        try:
+            yield
+        except SpeculatorError as error:
+            raise error.naming(self.table.request_ids, requests.request_ids) from error

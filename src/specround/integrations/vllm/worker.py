@@ -1,13 +1,17 @@
-"""`RoundWorker`: the worker that `--worker-cls` names. It makes our runner and selects our attention backend."""
+"""`RoundWorker`: the worker that `--worker-cls` names on a CPU."""
 
 from __future__ import annotations
 
-from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+from vllm.v1.worker.cpu.model_runner import CPUModelRunner
 from vllm.v1.worker.cpu_worker import CPUWorker
 
-from specround.contract import ConfigError
-from specround.integrations.vllm.limits import check_settings
-from specround.integrations.vllm.versions import check_version
+from specround.integrations.vllm.runner import RoundRunner
+from specround.integrations.vllm.start import check_start, use_backend
+
+
+class CPURoundRunner(RoundRunner, CPUModelRunner):
+    """`RoundRunner` with what vLLM's CPU runner adds."""
 
 
 class RoundWorker(CPUWorker):
@@ -19,12 +23,7 @@ class RoundWorker(CPUWorker):
         Raises:
             ConfigError: The version, a setting or the first runner does not fit.
         """
-        check_version()
-        check_settings(self.vllm_config)
-        if not self.use_v2_model_runner:
-            raise ConfigError("VLLM_USE_V2_MODEL_RUNNER", 0, "1: the round is hosted by the V2 runner")
-        register_backend(AttentionBackendEnum.CPU_ATTN, "specround.integrations.vllm.attention.RoundBackend")
+        check_start(self.vllm_config, is_v2=self.use_v2_model_runner)
+        use_backend(AttentionBackendEnum.CPU_ATTN)
         super().init_device()
-        from specround.integrations.vllm.runner import RoundRunner
-
-        self.model_runner = RoundRunner(self.vllm_config, self.device)
+        self.model_runner = CPURoundRunner(self.vllm_config, self.device)

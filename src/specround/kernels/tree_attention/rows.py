@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import pairwise
 
 import torch
@@ -29,7 +30,7 @@ class RowContext:
         key_offsets: `[R, C]` int64 or None: logical offset of the key in column j, None = j. Used only with `bits`.
         block_tables: `[R, B]` int64, block of each `block_size` slots; block 0 is the null block and holds zeros.
         block_size: Slots per block.
-        parents: As in `AttentionRows`.
+        parents: As `AttentionRows.parents`.
     """
 
     row_start: Tensor
@@ -86,18 +87,35 @@ class RowGroup:
 
 @dataclass(frozen=True, eq=False)
 class AttentionRows:
-    """All rows of one forward.
+    """All rows of one forward: what they see, on the device, and the shapes the host knows.
 
     Attributes:
-        groups: Row groups covering every request, batch order.
-        num_rows: N, packed rows.
-        parents: `[N]` int64, packed row of each row's parent, -1 for the first row of a request; None when
-            every row's parent is the row before it (chains and prefill).
+        context: What each row sees; enough for a kernel that reads block tables and bits.
+        counts: Rows of each request, batch order.
+        bounds: Upper bound of each request's `kv_len`.
     """
 
-    groups: tuple[RowGroup, ...]
-    num_rows: int
-    parents: Tensor | None = None
+    context: RowContext
+    counts: tuple[int, ...]
+    bounds: tuple[int, ...]
+
+    @property
+    def num_rows(self) -> int:
+        """N, packed rows."""
+        return sum(self.counts)
+
+    @property
+    def parents(self) -> Tensor | None:
+        """`[N]` int64, packed row of each row's parent, -1 for the first row of a request.
+
+        None when every row's parent is the row before it (chains and prefill).
+        """
+        return self.context.parents
+
+    @cached_property
+    def groups(self) -> tuple[RowGroup, ...]:
+        """Padded groups of requests with their masks, in batch order; made when first asked for, once a forward."""
+        return tuple(_lay_out_groups(self.counts, self.bounds, self.context))
 
 
 def group_requests(num_rows: Sequence[int]) -> list[tuple[int, int]]:
@@ -113,26 +131,27 @@ def group_requests(num_rows: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def lay_out_rows(num_rows: Sequence[int], max_kv_len: int | Sequence[int], context: RowContext) -> AttentionRows:
-    """Build the groups of a forward. Host values fix shapes only; everything else stays on the device.
+    """The rows of a forward. Host values fix shapes only; everything else stays on the device.
 
     Args:
-        num_rows: Rows of each request, batch order; requests without rows take part in no group.
+        num_rows: Rows of each request, batch order; requests without rows take part in nothing.
         max_kv_len: Upper bound of `kv_len`, for all requests or for each.
         context: What rows see.
     """
-    bounds = [max_kv_len] * len(num_rows) if isinstance(max_kv_len, int) else list(max_kv_len)
-    total = sum(num_rows)
-    groups = []
-    first = 0
+    bounds = (max_kv_len,) * len(num_rows) if isinstance(max_kv_len, int) else tuple(max_kv_len)
+    return AttentionRows(context, tuple(num_rows), bounds)
+
+
+def _lay_out_groups(num_rows: Sequence[int], bounds: Sequence[int], context: RowContext) -> Iterator[RowGroup]:
+    total, first = sum(num_rows), 0
     for start, stop in group_requests(num_rows):
         counts = num_rows[start:stop]
         if max(counts) == 0:
             continue
         uniform = min(counts) == max(counts)
         longest = max(1, *bounds[start:stop])
-        groups.append(_lay_out_group(start, stop, max(counts), longest, total, first if uniform else -1, context))
+        yield _lay_out_group(start, stop, max(counts), longest, total, first if uniform else -1, context)
         first += sum(counts)
-    return AttentionRows(tuple(groups), total, context.parents)
 
 
 def _lay_out_group(

@@ -1,0 +1,1 @@
+"""Softmax over keys that are read block by block."""

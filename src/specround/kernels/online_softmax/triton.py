@@ -1,0 +1,99 @@
+"""Online softmax in Triton: folding in blocks of scores, and joining splits of the keys. Scores are powers of two.
+
+Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018; splits: Dao et al., "Flash-Decoding", 2023.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+LOWEST: tl.constexpr = tl.constexpr(-1.0e38)
+"""Largest score of a row that has seen nothing: finite, so that a difference of two is no NaN."""
+LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
+_BLOCK = 4
+
+
+def join_splits(partial: Tensor, stats: Tensor, sinks: Tensor | None, out: Tensor) -> None:
+    """Join what the splits of the keys left.
+
+    Args:
+        partial: `[splits, N, H, Dv]` float32, weighted sums of values; not read where a split saw nothing.
+        stats: `[2, splits, N, H]` float32, largest scores and sums of weights.
+        sinks: `[H]`, or None.
+        out: `[N, H, Dv]`, contiguous, written.
+    """
+    num_splits, num_rows, heads, value_dim = partial.shape
+    _join_splits[(-(-num_rows * heads // _BLOCK),)](
+        partial,
+        stats,
+        sinks,
+        out,
+        num_rows * heads,
+        HEADS=heads,
+        VALUE_DIM=value_dim,
+        BLOCK_V=triton.next_power_of_2(value_dim),
+        BLOCK_M=_BLOCK,
+        NUM_SPLITS=num_splits,
+        num_warps=4,
+    )
+
+
+@triton.jit
+def fold(acc, top, total, scores, v, DTYPE: tl.constexpr, PRODUCT: tl.constexpr):
+    """One step of the online softmax."""
+    new_top = tl.maximum(top, tl.max(scores, 1))
+    weights = tl.exp2(scores - new_top[:, None])
+    shrink = tl.exp2(top - new_top)
+    total = total * shrink + tl.sum(weights, 1)
+    weights, v = weights.to(DTYPE).to(PRODUCT), v.to(DTYPE).to(PRODUCT)
+    acc = tl.dot(weights, v, acc * shrink[:, None], input_precision="ieee")
+    return acc, new_top, total
+
+
+@triton.jit
+def finish(acc, top, total, sinks, head, real):
+    """Divide by the sum of the weights, the sink's included."""
+    if sinks is not None:
+        sink = tl.load(sinks + head, mask=real, other=0.0).to(tl.float32) * LOG2E
+        peak = tl.maximum(top, sink)
+        shrink = tl.exp2(top - peak)
+        acc, total = acc * shrink[:, None], total * shrink + tl.exp2(sink - peak)
+    return acc / tl.where(total > 0, total, 1.0)[:, None]
+
+
+@triton.jit
+def _join_splits(
+    partial,
+    stats,
+    sinks,
+    out,
+    num_cells,
+    HEADS: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    NUM_SPLITS: tl.constexpr,
+):
+    cell = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    real = cell < num_cells
+    columns = tl.arange(0, BLOCK_V)
+    inside = (columns < VALUE_DIM)[None, :]
+    acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
+    top = tl.full([BLOCK_M], LOWEST, tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    for split in tl.range(0, NUM_SPLITS):
+        here = split * num_cells + cell
+        part_top = tl.load(stats + here, mask=real, other=LOWEST)
+        part_total = tl.load(stats + NUM_SPLITS * num_cells + here, mask=real, other=0.0)
+        part = tl.load(
+            partial + here[:, None] * VALUE_DIM + columns[None, :], mask=(part_total > 0)[:, None] & inside, other=0.0
+        )
+        peak = tl.maximum(top, part_top)
+        old, new = tl.exp2(top - peak), tl.exp2(part_top - peak)
+        acc, total, top = acc * old[:, None] + part * new[:, None], total * old + part_total * new, peak
+    result = finish(acc, top, total, sinks, (cell % HEADS).to(tl.int32), real)
+    tl.store(
+        out + cell[:, None] * VALUE_DIM + columns[None, :], result.to(out.dtype.element_ty), mask=real[:, None] & inside
+    )
