@@ -158,9 +158,6 @@ def run_embedded(job):
 
 def preload():
     """Import vLLM before the first fork. Its import starts no thread, so forking afterwards is safe."""
-    from specround.integrations.vllm import prepare_environment
-
-    prepare_environment()
     from specround.integrations.vllm import runner, scheduler, worker  # noqa: F401
     from vllm import LLM  # noqa: F401
 
@@ -196,5 +193,9 @@ def main():
         print(os.waitstatus_to_exitcode(status), flush=True)
 
 
+if __name__ in ("__main__", "__mp_main__"):  # processes that vLLM spawns import this module before vLLM
+    from specround.integrations.vllm import prepare_environment
+
+    prepare_environment()
 if __name__ == "__main__":
     main()
