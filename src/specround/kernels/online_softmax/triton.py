@@ -103,3 +103,38 @@ def _join_splits(
         result.to(out.dtype.element_ty),
         mask=real[:, None] & inside[None, :],
     )
+
+
+@triton.jit
+def store_rows(
+    acc,
+    top,
+    total,
+    out,
+    partial,
+    stats,
+    sinks,
+    row,
+    head,
+    real,
+    num_rows,
+    any_keys,
+    HEADS: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    NUM_SPLITS: tl.constexpr,
+):
+    """The rows' results, or what this split adds to them."""
+    cell = row * HEADS + head
+    columns = tl.arange(0, BLOCK_V)
+    stored = real[:, None] & (columns < VALUE_DIM)[None, :]
+    if NUM_SPLITS == 1:
+        result = finish(acc, top, total, sinks, head, real)
+        tl.store(out + cell[:, None] * VALUE_DIM + columns[None, :], result.to(out.dtype.element_ty), mask=stored)
+    else:
+        cells = num_rows * HEADS
+        cell += tl.program_id(2) * cells
+        tl.store(stats + cell, top, mask=real)
+        tl.store(stats + NUM_SPLITS * cells + cell, total, mask=real)
+        if any_keys:
+            tl.store(partial + cell[:, None] * VALUE_DIM + columns[None, :], acc, mask=stored)

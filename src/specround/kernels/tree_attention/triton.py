@@ -9,7 +9,7 @@ from torch import Tensor
 
 from specround.contract import KernelError
 from specround.kernels.kv_cache.triton import read_paged
-from specround.kernels.online_softmax.triton import LOG2E, LOWEST, finish, fold, join_splits
+from specround.kernels.online_softmax.triton import LOG2E, LOWEST, fold, join_splits, store_rows
 from specround.kernels.tree_attention.launch import LaunchShape, choose_shape, power_of_two
 from specround.kernels.tree_attention.rows import AttentionRows
 
@@ -207,20 +207,12 @@ def _attend_tiles(
     count = tl.load(row_start + request + 1) - first
     if tile * TILE_ROWS >= count:
         return
-    lane = tl.arange(0, BLOCK_M)
-    inner = tile * TILE_ROWS + lane // REPEATS
-    real = (lane < TILE_ROWS * REPEATS) & (inner < count)
-    row = (first + inner).to(tl.int64)
-    head = tl.program_id(1) * REPEATS + lane % REPEATS
+    row, member, real, context, position, seen, live = _tile_rows(
+        first, count, tile, context_len, positions, bits, REPEATS, TILE_ROWS, BLOCK_M
+    )
+    head = tl.program_id(1) * REPEATS + member
     root = tl.load(base + request).to(tl.int32)
-    context = tl.load(context_len + row, mask=real, other=0).to(tl.int32)
-    position = tl.load(positions + row, mask=real, other=0).to(tl.int32)
-    live = real & (context > 0)
-    seen = row * 0
     limit = tl.minimum(tl.load(kv_len + request).to(tl.int32), table_slots)
-    if bits is not None:
-        seen = tl.load(bits + row, mask=real, other=0)
-        live = real & ((context > 0) | (seen != 0))
     start, middle, stop = _key_range(
         limit, context, position, seen, live, root, window, key_offsets is not None, HAS_WINDOW, BLOCK_N, NUM_SPLITS
     )
@@ -262,20 +254,37 @@ def _attend_tiles(
         acc, top, total = fold(acc, top, total, scores, v, q.dtype, PRODUCT)
     acc = tl.where(live[:, None], acc, 0.0)
     top, total = tl.where(live, top, LOWEST), tl.where(live, total, 0.0)
+    store_rows(
+        acc, top, total, out, partial, stats, sinks, row, head, real, num_rows, start < stop,
+        HEADS, VALUE_DIM, BLOCK_V, NUM_SPLITS,
+    )  # fmt: skip
 
-    cell = row * HEADS + head
-    columns = tl.arange(0, BLOCK_V)
-    stored = real[:, None] & (columns < VALUE_DIM)[None, :]
-    if NUM_SPLITS == 1:
-        result = finish(acc, top, total, sinks, head, real)
-        tl.store(out + cell[:, None] * VALUE_DIM + columns[None, :], result.to(out.dtype.element_ty), mask=stored)
-    else:
-        cells = num_rows * HEADS
-        cell += tl.program_id(2) * cells
-        tl.store(stats + cell, top, mask=real)
-        tl.store(stats + NUM_SPLITS * cells + cell, total, mask=real)
-        if start < stop:
-            tl.store(partial + cell[:, None] * VALUE_DIM + columns[None, :], acc, mask=stored)
+
+@triton.jit
+def _tile_rows(
+    first,
+    count,
+    tile,
+    context_len,
+    positions,
+    bits,
+    REPEATS: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):
+    """The packed row of each lane, its query head within the key head's, whether it is one, and what it sees."""
+    lane = tl.arange(0, BLOCK_M)
+    inner = tile * TILE_ROWS + lane // REPEATS
+    real = (lane < TILE_ROWS * REPEATS) & (inner < count)
+    row = (first + inner).to(tl.int64)
+    context = tl.load(context_len + row, mask=real, other=0).to(tl.int32)
+    position = tl.load(positions + row, mask=real, other=0).to(tl.int32)
+    live = real & (context > 0)
+    seen = row * 0
+    if bits is not None:
+        seen = tl.load(bits + row, mask=real, other=0)
+        live = real & ((context > 0) | (seen != 0))
+    return row, lane % REPEATS, real, context, position, seen, live
 
 
 @triton.jit
