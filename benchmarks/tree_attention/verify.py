@@ -17,12 +17,13 @@ import statistics
 import sys
 from collections.abc import Callable
 from functools import partial
+from importlib.metadata import version
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from specround.bench.hardware import describe_hardware, describe_versions
+from specround.bench.hardware import describe_commit, describe_hardware, describe_versions
 from specround.kernels.tree_attention import naive
 from specround.kernels.tree_attention.rows import AttentionRows, RowContext, lay_out_rows
 from specround.kernels.tree_attention.triton import tree_attention
@@ -163,7 +164,13 @@ def main() -> None:
             torch.cuda.empty_cache()
     shape = {"heads": HEADS, "key_heads": KEY_HEADS, "dim": DIM, "dtype": "bfloat16", "block_size": BLOCK}
     hardware = {**describe_hardware(torch.device("cuda")), "read_bandwidth": bandwidth}
-    found = {"benchmark": "tree attention verify", "hardware": hardware, "versions": describe_versions()}
+    versions = {**describe_versions(), "triton": version("triton")}
+    found = {
+        "benchmark": "tree attention verify",
+        "hardware": hardware,
+        "versions": versions,
+        "commit": describe_commit(),
+    }
     print(json.dumps({**found, "shape": shape, "gate_error": error, "cases": cases}))
 
 

@@ -195,8 +195,8 @@ def test_the_registry_is_built_once_and_bound_with_effective_resources(
     built: list[KernelRegistry] = []
 
     class Watched(KernelRegistry):
-        def __init__(self, *args: Any) -> None:
-            super().__init__(*args)
+        def __init__(self, *args: Any, **named: Any) -> None:
+            super().__init__(*args, **named)
             built.append(self)
 
     class ChainAttention(ReferenceAttention):

@@ -97,10 +97,10 @@ class ModuleSpeculator(BaseSpeculator):
         random = torch.Generator().manual_seed(3)
         sizes = {layer.name: (4 * 32, layer.num_kv_heads * 32, layer.num_kv_heads * 32) for layer in LAYERS}
         self.weights = {
-            name: [torch.randn(size, self.embedding.shape[1], generator=random) for size in made]
+            name: [torch.randn(size, self.embedding.shape[1], generator=random).to(self.embedding) for size in made]
             for name, made in sizes.items()
         }
-        self.head = torch.randn(self.embedding.shape[0], 2 * 4 * 32, generator=random)
+        self.head = torch.randn(self.embedding.shape[0], 2 * 4 * 32, generator=random).to(self.embedding)
 
     def forward(self, rows, token_ids):
         self.host.begin(rows)

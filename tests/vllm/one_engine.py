@@ -100,9 +100,9 @@ def watch(broken):
 
     def watched_plan(self, requests, *rest):
         step = plan(self, requests, *rest)
-        if broken == "mask" and step.layout.rows.groups:
-            for group in step.layout.rows.groups:
-                group.visible.copy_(group.distance >= 0)
+        bits = step.layout.rows.context.bits
+        if broken == "mask" and bits is not None:
+            bits.fill_(-1)
         seen["most_running"] = max(seen["most_running"], len(requests.request_ids))
         seen["rows"].append(max(requests.num_plan_rows))
         return step

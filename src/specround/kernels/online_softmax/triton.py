@@ -12,7 +12,8 @@ from torch import Tensor
 LOWEST: tl.constexpr = tl.constexpr(-1.0e38)
 """Largest score of a row that has seen nothing: finite, so that a difference of two is no NaN."""
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
-_BLOCK = 4
+_PARTS = 32
+"""Rows of `Dv` that a program of the join reads at once."""
 
 
 def join_splits(partial: Tensor, stats: Tensor, sinks: Tensor | None, out: Tensor) -> None:
@@ -25,7 +26,9 @@ def join_splits(partial: Tensor, stats: Tensor, sinks: Tensor | None, out: Tenso
         out: `[N, H, Dv]`, contiguous, written.
     """
     num_splits, num_rows, heads, value_dim = partial.shape
-    _join_splits[(-(-num_rows * heads // _BLOCK),)](
+    splits = triton.next_power_of_2(num_splits)
+    block = max(1, _PARTS // splits)
+    _join_splits[(-(-num_rows * heads // block),)](
         partial,
         stats,
         sinks,
@@ -34,7 +37,8 @@ def join_splits(partial: Tensor, stats: Tensor, sinks: Tensor | None, out: Tenso
         HEADS=heads,
         VALUE_DIM=value_dim,
         BLOCK_V=triton.next_power_of_2(value_dim),
-        BLOCK_M=_BLOCK,
+        BLOCK_M=block,
+        BLOCK_S=splits,
         NUM_SPLITS=num_splits,
         num_warps=4,
     )
@@ -74,26 +78,28 @@ def _join_splits(
     VALUE_DIM: tl.constexpr,
     BLOCK_V: tl.constexpr,
     BLOCK_M: tl.constexpr,
+    BLOCK_S: tl.constexpr,
     NUM_SPLITS: tl.constexpr,
 ):
     cell = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     real = cell < num_cells
-    columns = tl.arange(0, BLOCK_V)
-    inside = (columns < VALUE_DIM)[None, :]
-    acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
-    top = tl.full([BLOCK_M], LOWEST, tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
-    for split in tl.range(0, NUM_SPLITS):
-        here = split * num_cells + cell
-        part_top = tl.load(stats + here, mask=real, other=LOWEST)
-        part_total = tl.load(stats + NUM_SPLITS * num_cells + here, mask=real, other=0.0)
-        part = tl.load(
-            partial + here[:, None] * VALUE_DIM + columns[None, :], mask=(part_total > 0)[:, None] & inside, other=0.0
-        )
-        peak = tl.maximum(top, part_top)
-        old, new = tl.exp2(top - peak), tl.exp2(part_top - peak)
-        acc, total, top = acc * old[:, None] + part * new[:, None], total * old + part_total * new, peak
+    split, columns = tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_V)
+    inside = columns < VALUE_DIM
+    place = split[None, :] * num_cells + cell[:, None]
+    known = real[:, None] & (split < NUM_SPLITS)[None, :]
+    tops = tl.load(stats + place, mask=known, other=LOWEST)
+    totals = tl.load(stats + NUM_SPLITS * num_cells + place, mask=known, other=0.0)
+    parts = tl.load(
+        partial + place[:, :, None] * VALUE_DIM + columns[None, None, :],
+        mask=(totals > 0)[:, :, None] & inside[None, None, :],
+        other=0.0,
+    )
+    top = tl.max(tops, 1)
+    weights = tl.exp2(tops - top[:, None])
+    acc, total = tl.sum(parts * weights[:, :, None], 1), tl.sum(totals * weights, 1)
     result = finish(acc, top, total, sinks, (cell % HEADS).to(tl.int32), real)
     tl.store(
-        out + cell[:, None] * VALUE_DIM + columns[None, :], result.to(out.dtype.element_ty), mask=real[:, None] & inside
+        out + cell[:, None] * VALUE_DIM + columns[None, :],
+        result.to(out.dtype.element_ty),
+        mask=real[:, None] & inside[None, :],
     )

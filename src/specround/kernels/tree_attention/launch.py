@@ -9,8 +9,7 @@ import torch
 
 from specround.kernels.tree_attention.rows import AttentionRows
 
-_PROGRAMS_PER_PROCESSOR = 2
-_MIN_KEYS_PER_SPLIT = 512
+_MIN_KEYS_PER_SPLIT = 256
 _MAX_SPLITS = 64
 _MAX_STAGES = 3
 
@@ -90,11 +89,12 @@ def choose_shape(
     longest = max(rows.bounds, default=1)
     if window is not None:
         longest = min(longest, window + most)
-    splits = _PROGRAMS_PER_PROCESSOR * processors // max(1, tiles * key_heads)
+    resident = processors if block_rows >= 128 else 2 * processors  # programs that run at a time
+    splits = min(resident // max(1, tiles * key_heads), -(-longest // _MIN_KEYS_PER_SPLIT), _MAX_SPLITS)
     return LaunchShape(
         block_rows=block_rows,
         block_keys=block_keys,
-        num_splits=max(1, min(splits, -(-longest // _MIN_KEYS_PER_SPLIT), _MAX_SPLITS)),
+        num_splits=1 << max(splits, 1).bit_length() - 1,
         num_warps=8 if block_rows >= 128 else 4,
         num_stages=max(1, min(_MAX_STAGES, room // (block_keys * size))),
     )
