@@ -8,6 +8,7 @@ from torch import Tensor
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 
+from specround.contract import ConfigError
 from specround.integrations.vllm.step import RoundSteps
 
 _PARAMETERS = 8
@@ -29,7 +30,12 @@ class RoundSampler(Sampler):
         Args:
             sampler: vLLM's.
             steps: The rounds.
+
+        Raises:
+            ConfigError: The model brings a sampler of its own, whose draws would be lost.
         """
+        if type(sampler) is not Sampler:
+            raise ConfigError("sampler", type(sampler).__name__, "vLLM's Sampler: this model brings one of its own")
         adopted = cls.__new__(cls)
         adopted.__dict__ = sampler.__dict__ | {"steps": steps}
         return adopted
