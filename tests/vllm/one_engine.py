@@ -40,6 +40,10 @@ def run_vllm(job):
     }
     if job.get("speculative"):
         settings = llm_kwargs(job["speculative"], **settings)
+    rewired = dict(job.get("rewired", {}))
+    if "num_speculative_tokens" in rewired:
+        settings["speculative_config"]["num_speculative_tokens"] = rewired.pop("num_speculative_tokens")
+    settings |= rewired
     seen = watch(job.get("broken"))
     llm = LLM(**settings)
     outputs, logprobs = [], []

@@ -39,6 +39,21 @@ def test_settings(llama, engine, message):
         llama.run(name, config, engine=ENGINE | engine, environment=unbound)
 
 
+@pytest.mark.parametrize(
+    ("engine", "message"),
+    [
+        ({"worker_cls": "auto"}, r"worker_cls='\S+': must be 'specround\S+' or"),
+        ({"scheduler_cls": None}, r"scheduler_cls=\S+: must be 'specround"),
+        ({"num_speculative_tokens": 9}, r"num_speculative_tokens=9: must be 5"),
+    ],
+    ids=["worker_cls", "scheduler_cls", "num_speculative_tokens"],
+)
+def test_wiring(llama, engine, message):
+    """What a later argument puts in the place of ours is refused, not run without the speculator."""
+    with pytest.raises(AssertionError, match=message):
+        llama.run("wired-" + "-".join(engine), llama.config("ngram"), rewired=engine)
+
+
 def test_hidden_states_of_layers(llama):
     """A speculator that reads the hidden states of single layers is told what it may declare."""
     with pytest.raises(AssertionError, match=r"hidden_states=\(0, 1\): must be 'none' or 'last' in vLLM"):

@@ -21,6 +21,7 @@ PLAIN = {
     "frequency_penalty": {"frequency_penalty": 2.0},
     "min_tokens": {"min_tokens": 5, "stop_token_ids": [3, 9, 11, 17]},
     "logprobs": {"logprobs": 3},
+    "logprob_token_ids": {"logprob_token_ids": [2, 7]},
     "bad_words": {"bad_words": ["a", "b", "c", "d", "e", "f"]},
     "structured_outputs": {"structured_outputs": {"regex": "[a-f]{60}"}},
 }
@@ -41,9 +42,9 @@ def test_parameters(request, name):
     made = changed.run("drafted", changed.config("adversarial"))
     assert made["tokens"] == plain["tokens"]
     assert flat(made["logprobs"]) == pytest.approx(flat(plain["logprobs"]), abs=1e-4)
-    assert bool(flat(plain["logprobs"])) == ("logprobs" in name)
+    assert bool(flat(plain["logprobs"])) == ("logprob" in name)
     different = [i for i, tokens in enumerate(plain["tokens"][0]) if tokens != target.plain[i]]
-    assert bool(different) == ("logprobs" not in name)
+    assert bool(different) == ("logprob" not in name)
     assert all(i % 2 for i in different)
     longest = [max(len(tokens) for tokens in made["rounds"][str(ask["prompt"])]) for ask in asks]
     assert max(longest[::2]) > 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from importlib.metadata import packages_distributions
@@ -12,8 +13,8 @@ import pytest
 
 from specround.cli import main
 from specround.contract import ConfigError
-from specround.integrations.vllm import llm_kwargs, settings
-from specround.integrations.vllm.limits import REFUSALS, check_settings, layer_features, sampling_limit
+from specround.integrations.vllm import llm_kwargs, prepare_environment, settings
+from specround.integrations.vllm.limits import REFUSALS, check_settings, check_wiring, layer_features, sampling_limit
 from specround.integrations.vllm.settings import own_config, serve_arguments
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4}
@@ -89,8 +90,68 @@ def test_serve_prints_its_command(capsys):
     assert capsys.readouterr().out == printed
     assert main(["vllm", "serve", "m"]) == 2
     assert "--speculative-config is required" in capsys.readouterr().err
-    with pytest.raises(ConfigError, match="--worker-cls"):
-        serve_arguments("m", NGRAM, ["--worker_cls=other"])
+    assert main(["vllm", "serve", "--speculative_config", text, "m", "-sc", text]) == 2
+    assert "--speculative-config is given twice" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        *(
+            "--worker_cls=x",
+            "--worker-c",
+            "-sc",
+            "-sc.num_speculative_tokens",
+            "--speculative-confi",
+            "--spec-tokens=7",
+        ),
+        *("--speculative-config.num_speculative_tokens", "--additional-config.x", "--no-enforce", "--async-sched"),
+        "--spec-tokens=7",
+    ],
+)
+def test_serve_refuses_every_form_of_what_it_fills_in(word):
+    """Abbreviations, dotted keys and repeated flags, which vLLM takes, are not handed on."""
+    with pytest.raises(ConfigError, match=f"argument='{re.escape(word)}': must be left out: --"):
+        serve_arguments("m", NGRAM, [word, "1"])
+
+
+def test_serve_hands_on_what_only_looks_alike():
+    """Flags of vLLM that start otherwise, and values, are handed on."""
+    others = ["--port", "1", "--max-num-seqs=2", "-tp", "1", "--served-model-name", "worker", ""]
+    assert serve_arguments("m", NGRAM, others)[-len(others) :] == others
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("parallel_config.worker_cls", "auto"),
+        ("scheduler_config.scheduler_cls", None),
+        ("scheduler_config.scheduler_cls", dict),
+        ("speculative_config.num_speculative_tokens", 9),
+    ],
+)
+def test_what_was_filled_in_must_have_stayed(field, value):
+    """Worker, scheduler and K that something else replaced are refused by name, not run without the speculator."""
+    wired = {
+        "parallel_config.worker_cls": llm_kwargs(NGRAM)["worker_cls"],
+        "scheduler_config.scheduler_cls": llm_kwargs(NGRAM)["scheduler_cls"],
+        "speculative_config.num_speculative_tokens": 4,
+    }
+    check_wiring(good_config(**wired), 4)
+    with pytest.raises(ConfigError, match=f"{field}=.*fill in"):
+        check_wiring(good_config(**wired | {field: value}), 4)
+
+
+def test_environment_that_cannot_work(monkeypatch):
+    """On a CPU the interpreter must be on, and vLLM not yet imported."""
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    with pytest.raises(ConfigError, match="TRITON_INTERPRET='0': must be '1' on a CPU"):
+        prepare_environment()
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    code = "import sys, types; sys.modules['vllm'] = types.ModuleType('vllm')\n"
+    code += "from specround.integrations.vllm import prepare_environment; prepare_environment()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert "must be called before vLLM is imported" in done.stderr
 
 
 @pytest.mark.skipif("vllm" in packages_distributions(), reason="vLLM is installed")

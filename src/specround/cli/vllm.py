@@ -41,7 +41,10 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--speculative-config", type=json_object, metavar="JSON", help="the speculator, as for `specround generate`"
+        *("-sc", "--speculative-config", "--speculative_config"),
+        type=json_object,
+        metavar="JSON",
+        help="the speculator, as for `specround generate`",
     )
     parser.add_argument("--print-command", action="store_true", help="print the command instead of running it")
 
@@ -55,11 +58,13 @@ def run(arguments: argparse.Namespace) -> int:
     behind = Parser(prog="specround vllm serve", add_help=False)  # options of ours that stand behind MODEL
     _add_options(behind)
     ours, others = behind.parse_known_args(arguments.others)
-    speculative_config = ours.speculative_config or arguments.speculative_config
-    if speculative_config is None:
+    given = [words.speculative_config for words in (arguments, ours) if words.speculative_config is not None]
+    if len(given) > 1:
+        raise UsageError("--speculative-config is given twice, before MODEL and behind it: give it once")
+    if not given:
         raise UsageError("--speculative-config is required (see specround vllm --help)")
     add_working_directory()
-    words = serve_arguments(arguments.model, speculative_config, others)
+    words = serve_arguments(arguments.model, given[0], others)
     if ours.print_command or arguments.print_command:
         environment = " ".join(f"{name}={value}" for name, value in ENVIRONMENT.items())
         sys.stdout.write(f"{environment} {shlex.join(['vllm', *words])}\n")

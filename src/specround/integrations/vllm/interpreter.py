@@ -26,8 +26,11 @@ class _InterpreterBackend:
     compiler: ClassVar[None] = None
 
 
-def allow_interpreter_on_cpu() -> None:
+def allow_interpreter_on_cpu() -> bool:
     """Make vLLM, imported after this, run its Triton kernels in the interpreter. `TRITON_INTERPRET=1` must be set.
+
+    Returns:
+        Whether it was allowed before.
 
     Raises:
         ImportError: Triton is not installed.
@@ -37,11 +40,12 @@ def allow_interpreter_on_cpu() -> None:
     interpreter: Any = importlib.import_module("triton.runtime.interpreter")
     builder = interpreter.InterpreterBuilder
     if getattr(builder, "takes_integer_masks", False):
-        return
+        return True
     for name, place in (("create_masked_load", 0), ("create_masked_store", 1)):
         setattr(builder, name, _with_boolean_mask(getattr(builder, name), place))
     interpreter._patch_lang_core = _with_cast_counters(interpreter._patch_lang_core)
     builder.takes_integer_masks = True
+    return False
 
 
 class _Counter(int):

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from specround.contract import ConfigError, SpecLimit
+from specround.integrations.vllm.settings import CPU_WORKER, GPU_WORKER, SCHEDULER
 
 _MISSING: Final = object()
 
@@ -96,6 +97,30 @@ def check_settings(config: object) -> None:
             raise ConfigError(rule.field, value, rule.allowed)
 
 
+def check_wiring(config: object, num_drafts: int) -> None:
+    """Refuse a vLLM in which something took the place of what was filled in, such as a flag given once more.
+
+    Args:
+        config: vLLM's configuration, or anything with the same attributes.
+        num_drafts: K of the speculator.
+
+    Raises:
+        ConfigError: Names the field, the value and what is allowed.
+    """
+    expected: dict[str, tuple[object, ...]] = {
+        "parallel_config.worker_cls": (CPU_WORKER, GPU_WORKER),
+        "scheduler_config.scheduler_cls": (SCHEDULER,),
+        "speculative_config.num_speculative_tokens": (num_drafts,),
+    }
+    for field, allowed in expected.items():
+        value = _read(config, field)
+        if isinstance(value, type):
+            value = f"{value.__module__}.{value.__qualname__}"
+        if value not in allowed:
+            names = " or ".join(map(repr, allowed))
+            raise ConfigError(field, value, f"{names}, which llm_kwargs and specround vllm serve fill in")
+
+
 def layer_features(layer: object) -> tuple[frozenset[str], int | None, float | None, bool]:
     """What lowers an attention layer: its features, window, soft cap and sinks, read from vLLM's `impl` of the layer.
 
@@ -138,7 +163,7 @@ _HISTORY: Final = {
     "min_tokens": 0,
 }
 _LISTS: Final = ("bad_words", "logits_processors")
-_OPTIONAL: Final = ("structured_outputs", "logprobs", "thinking_token_budget")
+_OPTIONAL: Final = ("structured_outputs", "logprobs", "logprob_token_ids", "thinking_token_budget")
 
 
 def _read(config: object, path: str) -> object:

@@ -8,7 +8,7 @@ from typing import Any
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from specround.contract import RoundStats, SpeculatorError, parse_speculative_config
-from specround.integrations.vllm.limits import check_settings
+from specround.integrations.vllm.limits import check_settings, check_wiring
 from specround.integrations.vllm.policies import Policies, PoolState
 from specround.integrations.vllm.settings import own_config
 from specround.integrations.vllm.versions import check_version
@@ -29,6 +29,7 @@ class RoundScheduler(Scheduler):
         super().__init__(*arguments, **named)
         check_settings(self.vllm_config)
         self._speculation = parse_speculative_config(own_config(self.vllm_config.additional_config))
+        check_wiring(self.vllm_config, self._speculation.num_speculative_tokens)
         declared = self._speculation.declare_resources()
         self.num_lookahead_tokens = declared.max_candidates - 1
         self._policies = Policies(self._speculation, declared.max_candidates, self.max_num_running_reqs)
@@ -51,6 +52,9 @@ class RoundScheduler(Scheduler):
     def schedule(self, *arguments: Any, **named: Any) -> Any:
         """One scheduling pass."""
         self._admit_limit = None
+        if any(_asks_for_chosen_logprobs(request) for request in self.requests.values()):
+            for request in self.running:
+                request.spec_token_ids = []
         return super().schedule(*arguments, **named)
 
     def _update_after_schedule(self, scheduler_output: Any) -> None:
@@ -101,10 +105,17 @@ class RoundScheduler(Scheduler):
 
     def _pool_state(self) -> PoolState:
         pool = self.kv_cache_manager.block_pool
+        num_running, num_waiting = self.get_request_counts()
         return PoolState(
-            num_running=len(self.running),
-            num_waiting=len(self.waiting) + len(getattr(self, "skipped_waiting", ())),
+            num_running=num_running,
+            num_waiting=num_waiting,
             num_free_blocks=pool.get_num_free_blocks(),
             num_total_blocks=pool.num_gpu_blocks - 1,
             block_size=self.block_size,
         )
+
+
+def _asks_for_chosen_logprobs(request: Any) -> bool:
+    """Whether a request wants log-probabilities of tokens that it names: vLLM has them in steps without drafts only."""
+    params = request.sampling_params
+    return params is not None and params.logprob_token_ids is not None

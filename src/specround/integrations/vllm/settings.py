@@ -6,7 +6,9 @@ import ast
 import importlib.util
 import json
 import os
-from collections.abc import Mapping
+import re
+import sys
+from collections.abc import Iterable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any, Final
@@ -53,7 +55,9 @@ def llm_kwargs(speculative_config: Mapping[str, Any], **others: Any) -> dict[str
     for name, value in own.items():
         if name in others and others[name] != value:
             raise ConfigError(name, others[name], f"left out: the speculator needs {value!r}")
-    additional = dict(others.pop("additional_config", None) or {})
+    additional = others.pop("additional_config", None) or {}
+    if not isinstance(additional, Mapping):
+        raise ConfigError("additional_config", additional, "a mapping: the speculator is added to it")
     if CONFIG_KEY in additional:
         raise ConfigError(f"additional_config[{CONFIG_KEY!r}]", additional[CONFIG_KEY], "left out: it is filled in")
     return {**others, **own, "additional_config": {**additional, CONFIG_KEY: dict(speculative_config)}}
@@ -80,12 +84,22 @@ def serve_arguments(model: str, speculative_config: Mapping[str, Any], others: l
     if "attention_backend" in own:
         flags["--attention-backend"] = own["attention_backend"]
     switches = ["--no-async-scheduling", "--enforce-eager"]
-    taken = {*flags, "--async-scheduling", "--no-enforce-eager"}
+    taken = (*flags, "--async-scheduling", "--no-enforce-eager", "--spec-tokens", "--spec-method", "--spec-model")
     for word in others:
-        name = word.partition("=")[0].replace("_", "-")
-        if name in taken:
-            raise ConfigError(name, word, "left out: it is filled in from --speculative-config")
+        meant = _meant_flag(word, taken)
+        if meant is not None:
+            raise ConfigError("argument", word, f"left out: {meant} follows from the speculative config")
     return ["serve", model, *(word for flag in flags.items() for word in flag), *switches, *others]
+
+
+def _meant_flag(word: str, flags: Iterable[str]) -> str | None:
+    """The flag that vLLM's parser would take a word for: it allows abbreviations, dotted keys and underscores."""
+    name = re.split(r"[=.]", word)[0].replace("_", "-")
+    if name == "-sc":
+        return "--speculative-config"
+    if not name.startswith("--") or name == "--":
+        return None
+    return next((flag for flag in flags if flag.startswith(name)), None)
 
 
 def carrier_config(num_drafts: int) -> dict[str, Any]:
@@ -112,15 +126,22 @@ def own_config(additional_config: object) -> dict[str, Any]:
 
 
 def prepare_environment() -> None:
-    """Set what vLLM reads from the environment; call it before vLLM is imported. Values already set are kept."""
+    """Set what vLLM reads from the environment; call it before vLLM is imported. Values already set are kept.
+
+    Raises:
+        ConfigError: On a CPU, vLLM was imported before, or Triton's interpreter is switched off.
+    """
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     if is_cpu_build():
         for name, value in CPU_ENVIRONMENT.items():
             os.environ.setdefault(name, value)
+            if os.environ[name] != value:
+                raise ConfigError(name, os.environ[name], f"{value!r} on a CPU, where vLLM's V2 runner is interpreted")
         from specround.integrations.vllm.interpreter import allow_interpreter_on_cpu
 
-        allow_interpreter_on_cpu()
+        if not allow_interpreter_on_cpu() and "vllm" in sys.modules:
+            raise ConfigError("prepare_environment", "called late", "called before vLLM is imported")
 
 
 @cache
