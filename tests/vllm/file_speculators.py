@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from adversarial import AdversarialConfig
@@ -12,7 +13,7 @@ from adversarial import AdversarialConfig
 from specround import BaseSpeculator, SpecResources, SpeculatorConfig, register_speculator
 from specround.contract import DraftRows
 from specround.contract.resources import DraftLayer
-from specround.speculators.suffix_tree import SuffixTreeConfig
+from specround.speculators.suffix_tree import SuffixTreeConfig, SuffixTreeSpeculator
 
 
 @register_speculator("adversarial_from_file")
@@ -168,3 +169,75 @@ class FailingConfig(SuffixTreeConfig):
 
         speculator.plan = failing_plan
         return speculator
+
+
+@register_speculator("adapting")
+@dataclass(frozen=True, kw_only=True)
+class AdaptingConfig(SuffixTreeConfig):
+    """`suffix_tree` that answers the target's capabilities with other resources than it declared."""
+
+    adapted: dict[str, Any]
+
+    def adapt_resources(self, resources, capabilities):
+        return replace(super().adapt_resources(resources, capabilities), **self.adapted)
+
+
+@register_speculator("recorder")
+@dataclass(frozen=True, kw_only=True)
+class RecorderConfig(SuffixTreeConfig):
+    """`suffix_tree` that reads the last hidden states and writes down what its hooks are told.
+
+    Attributes:
+        log_file: Gets a JSON line for each call, in order, of the policies here and of the speculator's hooks.
+    """
+
+    log_file: str
+
+    def declare_resources(self):
+        return replace(super().declare_resources(), hidden_states="last")
+
+    def create(self, resources, host, device):
+        return RecordingSpeculator(self, resources, host.max_num_seqs, device)
+
+    def note(self, hook, **told):
+        with Path(self.log_file).open("a") as log:
+            log.write(json.dumps({"hook": hook} | told) + "\n")
+
+    def admit_limit(self, view):
+        self.note("admit_limit", **asdict(view))
+
+    def candidate_budget(self, view):
+        self.note("candidate_budget", **asdict(view))
+        return super().candidate_budget(view)
+
+    def round_finished(self, stats):
+        self.note("round_finished", **asdict(stats))
+
+
+class RecordingSpeculator(SuffixTreeSpeculator):
+    """Notes requests that come and go, counts of each step, and a few numbers of each committed row's hidden state."""
+
+    def __init__(self, config, *rest):
+        super().__init__(config, *rest)
+        self.note = config.note
+
+    def request_started(self, request_id, req_idx, token_ids):
+        super().request_started(request_id, req_idx, token_ids)
+        self.note("request_started", request=request_id, req_idx=req_idx, tokens=list(token_ids))
+
+    def request_finished(self, request_id, req_idx, token_ids):
+        super().request_finished(request_id, req_idx, token_ids)
+        self.note("request_finished", request=request_id, req_idx=req_idx, tokens=list(token_ids))
+
+    def observe_step(self, observation):
+        told = {name: getattr(observation, name) for name in ("num_requests", "num_rows", "graph_shape")}
+        counts = {name: getattr(observation, name).tolist() for name in ("num_candidates", "num_committed")}
+        self.note("observe_step", **told, **counts)
+
+    def propose(self, view):
+        rows = zip(view.row_req_idx.tolist(), view.positions.tolist(), view.hidden_states[:, :4].tolist(), strict=True)
+        known = {slot: view.token_history[slot].tolist() for slot in view.req_idx.tolist()}
+        seen = [[known[slot][: place + 1], numbers] for slot, place, numbers in rows if place >= 0]
+        committed = dict(zip(view.host.request_ids, view.host.committed, strict=True))
+        self.note("propose", committed=committed, rows=seen)
+        return super().propose(view)

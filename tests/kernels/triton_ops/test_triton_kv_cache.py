@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 
 import pytest
@@ -11,7 +12,7 @@ from torch import Tensor
 from tree_oracles import path_to
 
 from specround.kernels.kv_cache import naive
-from specround.kernels.kv_cache.triton import commit_kv, write_kv
+from specround.kernels.kv_cache.triton import _MAX_BLOCK, commit_kv, write_kv
 
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 
@@ -38,6 +39,37 @@ def test_writes_are_the_naive_ones(dtype: torch.dtype, dims: tuple[int, int], de
     assert same_bits(wanted, found)
     write_kv(found[..., : dims[0]], found[..., dims[0] :], key[:0], value[:0], slots[:0])
     assert same_bits(wanted, found)
+
+
+@pytest.mark.parametrize("dims", [(1400, 5), (5, 1400), (2731, 1366)])
+def test_wide_rows_are_written_whole(dims: tuple[int, int], device: torch.device) -> None:
+    """Keys or values of more elements than are copied at a time reach their slots to the last element."""
+    assert 3 * max(dims) > _MAX_BLOCK
+    generator = torch.Generator().manual_seed(0)
+    key, value = (torch.randn(3, 3, dim, generator=generator) for dim in dims)
+    slots = torch.tensor([9, 0, 4])
+    wanted = [torch.full((12, 3, dim), float("nan")) for dim in dims]
+    for cache in wanted:
+        cache[:BLOCK] = 0
+    found = [cache.to(device, copy=True) for cache in wanted]
+    naive.write_kv(*wanted, key, value, slots)
+    write_kv(*found, key.to(device), value.to(device), slots.to(device))
+    assert all(map(same_bits, wanted, found))
+
+
+def test_slots_may_be_a_column(device: torch.device) -> None:
+    """Slots further apart than one element; what lies between them names other slots, which stay poisoned."""
+    wide = torch.tensor([[9, 13], [0, 14], [4, 15], [11, 16]]).to(device)
+    slots = wide[:, 0]
+    assert slots.stride() == (2,)
+    key, value = (torch.randn(4, 2, dim, generator=torch.Generator().manual_seed(0)) for dim in (3, 5))
+    wanted = [torch.full((20, 2, dim), float("nan")) for dim in (3, 5)]
+    for cache in wanted:
+        cache[:BLOCK] = 0
+    found = [cache.to(device, copy=True) for cache in wanted]
+    naive.write_kv(*wanted, key, value, slots.cpu())
+    write_kv(*found, key.to(device), value.to(device), slots)
+    assert all(map(same_bits, wanted, found))
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -82,6 +114,35 @@ def test_commit_moves_bits_of_any_storage_in_views(dtype: torch.dtype, device: t
     source, target = torch.tensor([7, 0, 8]), torch.tensor([5, 0, 7])
     naive.commit_kv([wanted[..., 2:]], source, target)
     commit_kv([found[..., 2:]], source.to(device), target.to(device))
+    assert same_bits(wanted, found)
+
+
+@pytest.mark.parametrize("shape", [(2, 12, 3, 1400), (1, 12, 9001), (1, 12, 4097, 2)])
+def test_wide_rows_are_committed_whole(shape: tuple[int, ...], device: torch.device) -> None:
+    """Slots of more elements than are copied at a time move to the last element, in overlapping moves."""
+    assert math.prod(shape[2:]) > _MAX_BLOCK
+    wanted = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    found = wanted.to(device, copy=True)
+    source, target = torch.tensor([7, 0, 8]), torch.tensor([5, 0, 7])
+    naive.commit_kv([wanted], source, target)
+    commit_kv([found], source.to(device), target.to(device))
+    assert same_bits(wanted, found)
+
+
+@pytest.mark.parametrize("steps", [(2, 1), (1, 2), (3, 2)])
+def test_sources_and_targets_may_be_columns(steps: tuple[int, int], device: torch.device) -> None:
+    """Moves further apart than one element, each list by a stride of its own; what lies between names other slots."""
+    wanted = torch.randn(2, 40, 3, generator=torch.Generator().manual_seed(0))
+    found = wanted.to(device, copy=True)
+    moves = torch.tensor([7, 0, 8, 12]), torch.tensor([5, 0, 7, 9])
+    between = torch.arange(20, 24), torch.arange(30, 34)
+    source, target = (
+        torch.stack([slots] + [other] * (step - 1), 1).to(device)[:, 0]
+        for slots, other, step in zip(moves, between, steps, strict=True)
+    )
+    assert (source.stride(0), target.stride(0)) == steps
+    naive.commit_kv([wanted], *moves)
+    commit_kv([found], source, target)
     assert same_bits(wanted, found)
 
 

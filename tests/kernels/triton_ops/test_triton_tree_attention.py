@@ -10,8 +10,8 @@ from typing import Any
 import attention_cases
 import pytest
 import torch
-from attention_cases import Setting, build, chunk, error, masked, tree
-from triton_cases import DEEP, attend, idle_case, launch, mixed_case, rows_of, run
+from attention_cases import Request, Row, Setting, build, chunk, error, masked, tree
+from triton_cases import BUSHY, DEEP, attend, idle_case, launch, mixed_case, rows_of, run
 
 from specround.contract import KernelError
 from specround.kernels.tree_attention.launch import LaunchShape, choose_shape
@@ -63,12 +63,37 @@ def test_equal_row_counts(splits: int, device: torch.device) -> None:
     assert error(run(decode, device, launch(16, 16, splits)), decode) <= TOLERANCE
 
 
+def test_all_64_columns_are_seen(device: torch.device) -> None:
+    """A star in which every row sees the root and itself, and a mask, each of 64 columns: the sign bit is a column.
+
+    Without that bit the result is another (control).
+    """
+    case = build([tree(21, [-1] + [0] * 63), masked(0, 64, random.Random(5))], Setting(kv_heads=1, repeats=1), 9)
+    assert case.context.bits is not None
+    assert (case.context.bits < 0).nonzero().flatten().tolist() == [63, 127], "the last rows see the last column"
+    found = run(case, device, launch(32, 16, 2))
+    assert error(found, case) <= TOLERANCE
+    naive = attention_cases.run(case)
+    assert (found - naive).abs().max() <= TOLERANCE * naive.abs().max()
+    assert error(run(case, device, launch(32, 16, 2), bits=case.context.bits & 2**63 - 1), case) > CONTROL
+
+
 def test_requests_without_rows(device: torch.device) -> None:
     """Requests that run no row in this step take part in nothing, and a step may hold no rows at all."""
     case = idle_case(Setting(kv_heads=1))
     assert error(run(case, device, launch()), case) <= TOLERANCE
     nothing = build(case.requests[:1], Setting(), 0)
     assert run(nothing, device).shape == (0, 4, 6)
+
+
+@pytest.mark.parametrize("idle", [0, 1, 2])
+def test_equal_counts_but_for_a_request_without_rows(idle: int, device: torch.device) -> None:
+    """Counts such as (0, 4, 4) and (4, 0, 4) are not uniform, wherever the request without rows is."""
+    requests = [tree(6, BUSHY[:4]), chunk(9, 4)]
+    requests.insert(idle, Request([], 3, [0, 1, 2]))
+    case = build(requests, Setting(kv_heads=1), 4)
+    assert sorted(case.num_rows) == [0, 4, 4]
+    assert error(run(case, device, launch()), case) <= TOLERANCE
 
 
 def test_chains_need_no_bits(device: torch.device) -> None:
@@ -83,6 +108,21 @@ def test_columns_sit_at_their_index_without_offsets(device: torch.device) -> Non
     chain = [set(range(c + 1)) for c in range(9)]
     case = build([attention_cases.plan_rows(12, chain, list(range(9)))], Setting(window=4), 2)
     assert error(run(case, device, launch(), key_offsets=None), case) <= TOLERANCE
+
+
+def test_a_window_holds_keys_whose_slots_are_far_below(device: torch.device) -> None:
+    """Positions that jump far ahead of their slots: a tile of one row looks for keys from the root's slot on.
+
+    No column's slot is in the window of its row, its logical position is.
+    """
+    seen = [set(range(c + 1)) for c in range(7)]
+    request = attention_cases.plan_rows(12, seen, [0] + [40 + c for c in range(6)])
+    case = build([request], Setting(kv_heads=1, repeats=16, window=3), 2)
+    assert all(row.position - (12 + c) >= 3 for c, row in enumerate(request.rows) if c)
+    found = run(case, device, launch(16, 16))
+    assert error(found, case) <= TOLERANCE
+    naive = attention_cases.run(case)
+    assert (found - naive).abs().max() <= TOLERANCE * naive.abs().max()
 
 
 def test_a_broken_ancestor_mask_is_seen(device: torch.device) -> None:
@@ -119,10 +159,16 @@ def test_nothing_outside_is_read(splits: int, device: torch.device) -> None:
 
 
 def test_positions_past_the_block_table_are_not_read(device: torch.device) -> None:
-    """A `kv_len` larger than the table has slots is cut off there."""
-    case = build([chunk(9, 3)], Setting(), 1)
-    table = case.context.block_tables[:, :3].contiguous()
-    assert error(run(case, device, launch(), block_tables=table, kv_len=torch.tensor([10**6])), case) <= TOLERANCE
+    """Rows whose `context_len` and `kv_len` reach past the table's slots see what it holds and no more.
+
+    The next columns in memory are blocks of NaN, which rows of the whole table do see (control).
+    """
+    requests = [Request([Row(list(range(12)), 11, 18)] * count, 12, list(range(12))) for count in (3, 1)]
+    case = build(requests, Setting(), 1)
+    tables, further = case.context.block_tables.to(device), torch.tensor([10**6] * 2)
+    assert tables.shape == (2, 5)
+    assert error(run(case, device, launch(), block_tables=tables[:, :3], kv_len=further), case) <= TOLERANCE
+    assert error(run(case, device, launch(), block_tables=tables, kv_len=further), case) == float("inf")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -154,6 +200,21 @@ def test_caches_and_queries_may_be_views(device: torch.device) -> None:
     assert torch.equal(attend(viewed, rows, device, shape), attend(case, rows, device, shape))
 
 
+def test_tables_and_offsets_may_be_columns_of_wider_ones(device: torch.device) -> None:
+    """Rows of block tables and of key offsets may lie further apart than they are long."""
+    case = mixed_case(Setting(kv_heads=1, window=5))
+    tables, offsets = case.context.block_tables, case.context.key_offsets
+    assert offsets is not None
+    wide = [
+        torch.cat([part, torch.full_like(part, filler)], 1).to(device) for part, filler in ((tables, 0), (offsets, 50))
+    ]
+    views = {"block_tables": wide[0][:, : tables.shape[1]], "key_offsets": wide[1][:, : offsets.shape[1]]}
+    assert not any(view.is_contiguous() for view in views.values())
+    found = run(case, device, launch(64, 16), **views)
+    assert error(found, case) <= TOLERANCE
+    assert torch.equal(found, run(case, device, launch(64, 16)))
+
+
 def test_the_shape_is_chosen_from_host_values(device: torch.device) -> None:
     """The default launch is right, and its tiles hold every query head of a key head, whatever their number."""
     case = mixed_case(Setting(repeats=3))
@@ -165,6 +226,24 @@ def test_the_shape_is_chosen_from_host_values(device: torch.device) -> None:
         )
         assert shape.block_rows >= repeats
         assert 1 <= shape.num_splits <= 2, "there is one processor"
+
+
+def test_the_shape_holds_every_query_head_of_wide_key_heads(device: torch.device) -> None:
+    """Heads so wide that 16 rows are the most a tile should have still get tiles for more than 16 query heads."""
+    setting = Setting(kv_heads=1, repeats=17, key_dim=260, value_dim=20)
+    case = build([tree(6, BUSHY), chunk(9, 2)], setting, 8)
+    assert error(run(case, device), case) <= TOLERANCE
+    for repeats, rows in ((8, 16), (16, 16), (17, 32), (71, 128)):
+        shape = choose_shape(
+            rows_of(case),
+            key_heads=1,
+            repeats=repeats,
+            width=1024,
+            element_size=2,
+            window=None,
+            device=torch.device("cpu"),
+        )
+        assert shape.block_rows == rows
 
 
 def test_other_types_are_refused(device: torch.device) -> None:
