@@ -6,6 +6,7 @@ once, forks for each job, and answers with the exit status. `vllm_targets.Engine
 
 from __future__ import annotations
 
+import copy
 import itertools
 import json
 import os
@@ -51,6 +52,8 @@ def run_vllm(job):
         made = generate(llm.llm_engine, batch, job.get("aborts", {}))
         outputs.append([list(one.outputs[0].token_ids) for one in made])
         logprobs.append([list(pairs(one)) for one in made])
+    if "sessions" in job:
+        outputs.append(generate_sessions(llm.llm_engine, job["sessions"]))
     scheduler = llm.llm_engine.engine_core.engine_core.scheduler
     pool = scheduler.kv_cache_manager.block_pool
     seen["leaked_blocks"] = pool.num_gpu_blocks - 1 - pool.get_num_free_blocks()
@@ -77,6 +80,36 @@ def generate(engine, batch, aborts):
         engine.abort_request([place for place, last in aborts.items() if last == step])
         if not engine.has_unfinished_requests():
             return [made[str(place)] for place in range(len(batch))]
+
+
+def generate_sessions(engine, sessions):
+    """What requests generated whose input comes in chunks: one update for each, and an empty one at the end."""
+    from vllm.sampling_params import RequestOutputKind
+
+    from vllm import SamplingParams
+
+    made, tasks = [[] for _ in sessions], engine.get_supported_tasks()
+    for place, chunks in enumerate(sessions):
+        request_id = str(place)
+        for number, chunk in enumerate([*chunks, {"prompt": [0], "max_tokens": 1}]):
+            settings = {name: value for name, value in chunk.items() if name != "prompt"}
+            params = SamplingParams(
+                ignore_eos=True, detokenize=False, output_kind=RequestOutputKind.DELTA, temperature=0.0, **settings
+            )
+            prompt = {"prompt_token_ids": chunk["prompt"]}
+            goes_on = number < len(chunks)
+            update = engine.input_processor.process_inputs(request_id, prompt, params, tasks, resumable=goes_on)
+            if number == 0:
+                engine.input_processor.assign_request_id(update)
+                request_id = update.request_id
+            else:
+                update.external_req_id = str(place)
+            engine.output_processor.add_request(update, None, None, 0)
+            engine.engine_core.add_request(copy.deepcopy(update))
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            made[int(output.request_id)] += output.outputs[0].token_ids
+    return made
 
 
 def pairs(output):

@@ -57,6 +57,19 @@ def test_requests_leave_early(target):
     assert made["leaked_blocks"] == 0
 
 
+def test_sessions_of_streamed_input(llama):
+    """Requests whose input comes in chunks generate what they do in plain vLLM, without drafts."""
+    sessions = [
+        [{"prompt": ask["prompt"], "max_tokens": 9}, {"prompt": [5, 6, 7], "max_tokens": 7, "stop_token_ids": [3, 9]}]
+        for ask in llama.asks[:3]
+    ]
+    plain = llama.run("sessions-plain", None, batches=[], sessions=sessions)
+    made = llama.run("sessions", llama.config("self_tree"), batches=[], sessions=sessions)
+    assert made["tokens"] == plain["tokens"]
+    assert all(len(tokens) > 9 for tokens in made["tokens"][0])
+    assert max(made["rows"]) == 1
+
+
 def test_windows(mistral):
     """Windows of seven tokens, smaller than the trees, measure positions and not slots."""
     assert mistral.run("mask", mistral.config("adversarial_mask"))["tokens"][0] == mistral.plain

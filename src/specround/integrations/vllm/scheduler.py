@@ -52,8 +52,9 @@ class RoundScheduler(Scheduler):
     def schedule(self, *arguments: Any, **named: Any) -> Any:
         """One scheduling pass."""
         self._admit_limit = None
-        if any(_asks_for_chosen_logprobs(request) for request in self.requests.values()):
-            for request in self.running:
+        no_drafts = any(_asks_for_chosen_logprobs(request) for request in self.requests.values())
+        for request in self.running:
+            if no_drafts or request.resumable:  # a session that waits for more input keeps its last token unverified
                 request.spec_token_ids = []
         return super().schedule(*arguments, **named)
 
