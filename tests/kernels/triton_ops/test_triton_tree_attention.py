@@ -158,6 +158,13 @@ def test_nothing_outside_is_read(splits: int, device: torch.device) -> None:
     assert error(run(case, device, launch(64, 16, splits), context_len=longer + 70, bits=None), case) < float("inf")
 
 
+@pytest.mark.parametrize("count", [7, 8], ids=["part of a tile", "a whole tile"])
+def test_rows_that_claim_more_than_is_held(count: int, device: torch.device) -> None:
+    """Rows whose `context_len` lies past `kv_len`, all rows of a tile alike, see what is held: NaN follows it."""
+    case = build([Request([Row(list(range(13)), 12, 18)] * count, 13, list(range(13)))], Setting(kv_heads=1), 1)
+    assert error(run(case, device, launch(16, 16)), case) <= TOLERANCE
+
+
 def test_positions_past_the_block_table_are_not_read(device: torch.device) -> None:
     """Rows whose `context_len` and `kv_len` reach past the table's slots see what it holds and no more.
 

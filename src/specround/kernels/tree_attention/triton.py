@@ -314,7 +314,7 @@ def _key_range(
     share = tl.cdiv(tl.cdiv(stop - start, BLOCK_N), NUM_SPLITS) * BLOCK_N
     start += tl.program_id(2) * share
     stop = tl.minimum(stop, start + share)
-    middle = tl.maximum(tl.minimum(every // BLOCK_N * BLOCK_N, stop), start)
+    middle = tl.maximum(tl.minimum(every, stop) // BLOCK_N * BLOCK_N, start)
     return start, middle, stop
 
 
