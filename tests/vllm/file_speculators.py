@@ -9,11 +9,12 @@ from typing import Any
 
 import torch
 from adversarial import AdversarialConfig
+from tree_speculator import RecallConfig, RecallSpeculator
 
 from specround import BaseSpeculator, SpecResources, SpeculatorConfig, register_speculator
 from specround.contract import DraftRows
 from specround.contract.resources import DraftLayer
-from specround.speculators.suffix_tree import SuffixTreeConfig, SuffixTreeSpeculator
+from specround.speculators.suffix_tree import SuffixTreeConfig
 
 
 @register_speculator("adversarial_from_file")
@@ -184,8 +185,8 @@ class AdaptingConfig(SuffixTreeConfig):
 
 @register_speculator("recorder")
 @dataclass(frozen=True, kw_only=True)
-class RecorderConfig(SuffixTreeConfig):
-    """`suffix_tree` that reads the last hidden states and writes down what its hooks are told.
+class RecorderConfig(RecallConfig):
+    """`recall`, told the committed tokens and the last hidden states, that writes down what its hooks are told.
 
     Attributes:
         log_file: Gets a JSON line for each call, in order, of the policies here and of the speculator's hooks.
@@ -194,10 +195,10 @@ class RecorderConfig(SuffixTreeConfig):
     log_file: str
 
     def declare_resources(self):
-        return replace(super().declare_resources(), hidden_states="last")
+        return replace(super().declare_resources(), hidden_states="last", drafting="host")
 
     def create(self, resources, host, device):
-        return RecordingSpeculator(self, resources, host.max_num_seqs, device)
+        return RecordingSpeculator(self.note)
 
     def note(self, hook, **told):
         with Path(self.log_file).open("a") as log:
@@ -214,19 +215,16 @@ class RecorderConfig(SuffixTreeConfig):
         self.note("round_finished", **asdict(stats))
 
 
-class RecordingSpeculator(SuffixTreeSpeculator):
+class RecordingSpeculator(RecallSpeculator):
     """Notes requests that come and go, counts of each step, and a few numbers of each committed row's hidden state."""
 
-    def __init__(self, config, *rest):
-        super().__init__(config, *rest)
-        self.note = config.note
+    def __init__(self, note):
+        self.note = note
 
     def request_started(self, request_id, req_idx, token_ids):
-        super().request_started(request_id, req_idx, token_ids)
         self.note("request_started", request=request_id, req_idx=req_idx, tokens=list(token_ids))
 
     def request_finished(self, request_id, req_idx, token_ids):
-        super().request_finished(request_id, req_idx, token_ids)
         self.note("request_finished", request=request_id, req_idx=req_idx, tokens=list(token_ids))
 
     def observe_step(self, observation):
@@ -240,4 +238,4 @@ class RecordingSpeculator(SuffixTreeSpeculator):
         seen = [[known[slot][: place + 1], numbers] for slot, place, numbers in rows if place >= 0]
         committed = dict(zip(view.host.request_ids, view.host.committed, strict=True))
         self.note("propose", committed=committed, rows=seen)
-        return super().propose(view)
+        return view.host.max_drafts
