@@ -12,8 +12,8 @@ from specround.cli.parser import Parser, UsageError, json_object
 
 _DESCRIPTION = """\
 Start `vllm serve MODEL` with a speculator. The flags that vLLM needs for it are filled in; every argument behind MODEL
-that is not listed here is handed on to vLLM as it is. vLLM has to be installed beside this package, in a supported version: see
-docs/vllm.md.
+that is not listed here is handed on to vLLM as it is. vLLM has to be installed beside this package, in a supported
+version: see docs/vllm.md.
 
 filled in: --worker-cls, --scheduler-cls, --speculative-config (which carries only the number of drafts),
 --additional-config (which carries the speculator), --no-async-scheduling, --enforce-eager, and the environment variable
