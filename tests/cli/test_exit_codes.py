@@ -121,7 +121,7 @@ def test_a_speculator_module_that_fails(specround, monkeypatch, tmp_path, source
     assert word in result.err
 
 
-@pytest.mark.parametrize("command", [(), ("generate",), ("models",), ("fetch",), ("bench",), ("demo",)])
+@pytest.mark.parametrize("command", [(), ("generate",), ("models",), ("fetch",), ("export",), ("bench",), ("demo",)])
 def test_help(specround, command):
     """--help of every command is exit code 0 and, where there are arguments to learn, shows examples."""
     result = specround(*command, "--help")

@@ -83,11 +83,13 @@ def test_serve_prints_its_command(capsys):
     text = json.dumps(NGRAM)
     assert main(["vllm", "serve", "m", "--port", "1", "--speculative-config", text, "--print-command"]) == 0
     printed = capsys.readouterr().out
-    assert printed.startswith("VLLM_USE_V2_MODEL_RUNNER=1 vllm serve m ")
+    assert printed.startswith("python -m specround.integrations.vllm.serve serve m ")
     assert printed.rstrip().endswith("--port 1")
     assert "--worker-cls specround.integrations.vllm.worker.RoundWorker" in printed
     assert main(["vllm", "serve", "--speculative-config", text, "--print-command", "m", "--port", "1"]) == 0
     assert capsys.readouterr().out == printed
+    assert main(["vllm", "serve", "smollm2", "--speculative-config", text]) == 2
+    assert "specround export smollm2 DIRECTORY" in capsys.readouterr().err
     assert main(["vllm", "serve", "m"]) == 2
     assert "--speculative-config is required" in capsys.readouterr().err
     assert main(["vllm", "serve", "--speculative_config", text, "m", "-sc", text]) == 2

@@ -1,4 +1,4 @@
-"""The command line: `specround generate`, `models`, `fetch`, `demo` and `bench`."""
+"""The command line: `specround generate`, `models`, `fetch`, `export`, `demo`, `bench` and `vllm`."""
 
 from specround.cli.entry import main
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 
 from specround.cli.bench import add_parser as add_bench
 from specround.cli.demo import add_parser as add_demo
+from specround.cli.export import add_parser as add_export
 from specround.cli.fetch import add_parser as add_fetch
 from specround.cli.generate import add_parser as add_generate
 from specround.cli.models import add_parser as add_models
@@ -21,7 +22,7 @@ from specround.version import __version__
 
 OK, FAILURE, USAGE, INTERRUPTED = 0, 1, 2, 130
 
-_MODEL_SETTINGS = ("model", "dtype", "quantization")
+_MODEL_SETTINGS = ("model", "dtype", "quantization", "DIRECTORY")
 
 _DESCRIPTION = """\
 Speculative decoding in which a speculator owns the whole round: which tokens to verify, which to keep, how many.
@@ -46,7 +47,7 @@ def build_parser() -> Parser:
     parser = Parser(prog="specround", description=_DESCRIPTION, epilog=_EPILOG)
     parser.add_argument("--version", action="version", version=f"specround {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for add_command in (add_generate, add_models, add_fetch, add_demo, add_bench, add_vllm):
+    for add_command in (add_generate, add_models, add_fetch, add_export, add_demo, add_bench, add_vllm):
         add_command(commands).add_argument("--debug", action="store_true", help="show the traceback of an error")
     return parser
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -62,12 +63,21 @@ class Tokenizer:
         self.eos_token_ids: tuple[int, ...] = (ids["eos_token"],) if "eos_token" in ids else ()
         added = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        self._roles = roles
         self._template = None if chat_template is None else ChatTemplate(chat_template, roles)
 
     @property
     def chat_template(self) -> str | None:
         """Jinja source of the chat template, or None."""
         return None if self._template is None else self._template.source
+
+    def save(self, directory: Path) -> None:
+        """Write `tokenizer.json` and `tokenizer_config.json`, which transformers and other engines load."""
+        self._backend.save(str(directory / "tokenizer.json"))
+        settings: dict[str, object] = {"tokenizer_class": "PreTrainedTokenizerFast", **self._roles}
+        if self._template is not None:
+            settings["chat_template"] = self._template.source
+        (directory / "tokenizer_config.json").write_text(json.dumps(settings, indent=1), encoding="utf-8")
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text; special tokens written in the text are recognised.

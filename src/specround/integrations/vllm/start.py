@@ -29,7 +29,7 @@ def check_start(vllm_config: Any, *, is_v2: bool) -> None:
     speculation = parse_speculative_config(own_config(vllm_config.additional_config))
     check_wiring(vllm_config, speculation.num_speculative_tokens)
     if not is_v2:
-        raise ConfigError("VLLM_USE_V2_MODEL_RUNNER", 0, "1: the round is hosted by the V2 runner")
+        raise ConfigError("VLLM_USE_V2_MODEL_RUNNER", 0, "1: call prepare_environment() before vLLM is imported")
 
 
 def use_backend(place: AttentionBackendEnum) -> None:

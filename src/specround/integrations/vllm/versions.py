@@ -43,7 +43,9 @@ def find_package() -> Path:
     """
     found = importlib.util.find_spec("vllm")
     if found is None or found.origin is None or not found.submodule_search_locations:  # a folder is no package
-        raise ConfigError("vllm", None, f"installed, in version {' or '.join(supported_versions())}")
+        versions = " or ".join(supported_versions())
+        allowed = f"installed, in version {versions}: scripts/setup-vllm makes .venv-vllm with it and with this package"
+        raise ConfigError("vllm", None, allowed)
     return Path(next(iter(found.submodule_search_locations)))
 
 
