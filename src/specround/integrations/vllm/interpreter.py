@@ -43,27 +43,8 @@ def allow_interpreter_on_cpu() -> bool:
         return True
     for name, place in (("create_masked_load", 0), ("create_masked_store", 1)):
         setattr(builder, name, _with_boolean_mask(getattr(builder, name), place))
-    interpreter._patch_lang_core = _with_cast_counters(interpreter._patch_lang_core)
     builder.takes_integer_masks = True
     return False
-
-
-class _Counter(int):
-    """The counter of a loop over `tl.range`."""
-
-    def to(self, dtype: Any) -> Any:
-        """A scalar tensor, as in a compiled kernel."""
-        language: Any = importlib.import_module("triton.language")
-        return language.full((), int(self), dtype)
-
-
-def _with_cast_counters(patch_language: Any) -> Any:
-    def with_cast_counters(language: Any, scope: Any) -> None:
-        patch_language(language, scope)
-        counters = language.range
-        scope.set_attr(language, "range", lambda *bounds, **named: map(_Counter, counters(*bounds, **named)))
-
-    return with_cast_counters
 
 
 def _with_boolean_mask(method: Any, place: int) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor
+from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p_pytorch
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 
@@ -39,6 +40,30 @@ class RoundSampler(Sampler):
         adopted = cls.__new__(cls)
         adopted.__dict__ = sampler.__dict__ | {"steps": steps}
         return adopted
+
+    def apply_sampling_params(
+        self,
+        logits: Tensor,
+        expanded_idx_mapping: Tensor,
+        idx_mapping: Tensor,
+        idx_mapping_np: Any,
+        *others: Any,
+        skip_top_k_top_p: bool = False,
+    ) -> Tensor:
+        """Processed logits. On a CPU top-k and top-p are torch's: vLLM's kernel of them is not for the interpreter."""
+        own = logits.device.type == "cpu" and not skip_top_k_top_p
+        rows = (expanded_idx_mapping, idx_mapping, idx_mapping_np)
+        processed: Tensor = super().apply_sampling_params(
+            logits, *rows, *others, skip_top_k_top_p=own or skip_top_k_top_p
+        )
+        top_k, top_p = self.sampling_states.top_k, self.sampling_states.top_p
+        are_cut = (top_k.np[idx_mapping_np] < logits.shape[1]).any() or (top_p.np[idx_mapping_np] < 1).any()
+        if not own or not are_cut or processed is logits:  # itself: no request has parameters
+            return processed
+        cut: Tensor = apply_top_k_top_p_pytorch(
+            processed, top_k.gpu[expanded_idx_mapping], top_p.gpu[expanded_idx_mapping]
+        )
+        return cut
 
     def sample(self, logits: Tensor, *arguments: Any, **named: Any) -> tuple[Tensor, Tensor]:
         """Tokens `[R]` and processed logits; a dummy run, which has no plan, is vLLM's own."""
