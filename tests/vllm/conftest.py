@@ -111,6 +111,12 @@ def target(request: pytest.FixtureRequest) -> Target:
     return request.getfixturevalue(request.param)
 
 
+@pytest.fixture(params=["llama", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("qwen3", "smollm2"))])
+def some_target(request: pytest.FixtureRequest) -> Target:
+    """The same models, of which CI runs the first."""
+    return request.getfixturevalue(request.param)
+
+
 def tiny_drafter(folder: Path, vocab_size: int) -> str:
     """A draft model that has nothing to do with the target."""
     drafter = tiny_llama(folder / "drafter", seed=2, vocab_size=vocab_size, layers=1, hidden=64, heads=2, kv_heads=1)

@@ -67,10 +67,10 @@ def test_draft_layers(llama):
 
 
 @pytest.mark.parametrize("broken", ["mask", "commit"])
-def test_negative_controls(target, broken):
+def test_negative_controls(some_target, broken):
     """Without the tree mask, or without commit, the tokens differ: the tests above can fail."""
-    made = target.run(f"broken-{broken}", target.config("adversarial"), broken=broken)
-    assert made["tokens"][0] != target.plain
+    made = some_target.run(f"broken-{broken}", some_target.config("adversarial"), broken=broken)
+    assert made["tokens"][0] != some_target.plain
 
 
 def test_steps_are_accepted_whole(llama):
@@ -79,32 +79,32 @@ def test_steps_are_accepted_whole(llama):
 
 
 @pytest.mark.parametrize("name", ["ngram", "suffix_tree", "recall"])
-def test_rounds_are_the_embedded_engines(target, name):
+def test_rounds_are_the_embedded_engines(some_target, name):
     """The same class commits the same tokens round by round in both hosts."""
-    config = target.config(name)
-    here = target.run(f"{name}-here", config)
-    there = target.run(f"{name}-there", config, host="embedded")
+    config = some_target.config(name)
+    here = some_target.run(f"{name}-here", config)
+    there = some_target.run(f"{name}-there", config, host="embedded")
     assert here["tokens"] == there["tokens"]
     for prompt, rounds in there["rounds"].items():
         assert here["rounds"][prompt] == rounds
 
 
 @pytest.mark.parametrize("name", ["adversarial", "adversarial_mask"])
-def test_random_rounds_are_the_embedded_engines(target, name):
+def test_random_rounds_are_the_embedded_engines(some_target, name):
     """A speculator that draws at random draws the same when requests come one at a time."""
-    config, batches = target.config(name), [[ask] for ask in target.asks[:4]]
-    here = target.run(f"{name}-alone", config, batches=batches)
-    there = target.run(f"{name}-alone-there", config, batches=batches, host="embedded")
+    config, batches = some_target.config(name), [[ask] for ask in some_target.asks[:4]]
+    here = some_target.run(f"{name}-alone", config, batches=batches)
+    there = some_target.run(f"{name}-alone-there", config, batches=batches, host="embedded")
     assert here["tokens"] == there["tokens"]
     assert here["rounds"] == there["rounds"]
 
 
-def test_sampled_text_does_not_depend_on_speculation(target):
+def test_sampled_text_does_not_depend_on_speculation(some_target):
     """A seeded request samples the same text with drafts, and the embedded engine samples that text too."""
-    asks = [ask | {"temperature": 0.8, "seed": 3 + place} for place, ask in enumerate(target.asks)]
-    tree = target.run("sampled", target.config("suffix_tree"), batches=[asks])
+    asks = [ask | {"temperature": 0.8, "seed": 3 + place} for place, ask in enumerate(some_target.asks)]
+    tree = some_target.run("sampled", some_target.config("suffix_tree"), batches=[asks])
     drafted = {"num_speculative_tokens": 4, "num_speculative_tokens_per_batch_size": [[1, 4, 0]], "method": "ngram"}
-    plain = target.run("sampled-plain", drafted, batches=[asks])
-    there = target.run("sampled-there", target.config("suffix_tree"), batches=[asks], host="embedded")
+    plain = some_target.run("sampled-plain", drafted, batches=[asks])
+    there = some_target.run("sampled-there", some_target.config("suffix_tree"), batches=[asks], host="embedded")
     assert tree["tokens"] == plain["tokens"] == there["tokens"]
-    assert tree["tokens"][0] != target.plain
+    assert tree["tokens"][0] != some_target.plain

@@ -26,7 +26,9 @@ def test_groups_of_layers(gemma3):
     [
         ({"enable_lora": True}, r"lora_config=.*: must be unset"),
         ({"tensor_parallel_size": 2}, r"tensor_parallel_size=2: must be 1"),
-        ({"pipeline_parallel_size": 2}, r"pipeline_parallel_size=2: must be 1"),
+        pytest.param(
+            {"pipeline_parallel_size": 2}, r"pipeline_parallel_size=2: must be 1", marks=pytest.mark.exhaustive
+        ),
         ({"kv_cache_dtype": "fp8"}, r"cache_dtype='fp8': must be 'auto'"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,

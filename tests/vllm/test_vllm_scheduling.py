@@ -8,11 +8,11 @@ from vllm_targets import ENGINE
 pytestmark = pytest.mark.vllm
 
 
-def test_policies(target):
+def test_policies(some_target):
     """The speculator admits two requests at a time and sets the rows of every round."""
     config = {"method": "suffix_with_policies", "num_speculative_tokens": 8, "suffix_decoding_max_spec_factor": 8.0}
-    made = target.run("policies", config)
-    assert made["tokens"][0] == target.plain
+    made = some_target.run("policies", config)
+    assert made["tokens"][0] == some_target.plain
     assert made["most_running"] == 2
     assert max(made["rows"]) <= 5
     assert min(rows for rows in made["rows"] if rows) == 1
