@@ -55,6 +55,6 @@ def test_export_from_the_command_line(tmp_path, capsys):
     """`specround export` writes the type of weights that is asked for, and prints where."""
     model = tiny_llama(tmp_path / "model")
     assert main(["export", str(model), str(tmp_path / "low"), "--dtype", "bfloat16"]) == 0
-    assert capsys.readouterr().out == f"{tmp_path / 'low'}\n"
+    assert capsys.readouterr() == (f"{tmp_path / 'low'}\n", "")
     assert json.loads((tmp_path / "low/config.json").read_text())["dtype"] == "bfloat16"
     assert not (tmp_path / "low/tokenizer.json").exists()

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from specround.contract import ModelError
-from specround.models.pretrained import Progress, load_pretrained, resolve_dtype
+from specround.models.pretrained import Progress, load_pretrained, quiet, resolve_dtype
 from specround.models.sources import resolve_model
 
 
@@ -33,6 +33,7 @@ def export_model(model: str, directory: Path, dtype: str = "auto", on_progress: 
     ends = list(loaded.eos_token_ids)
     for settings in (loaded.module.config, loaded.module.generation_config):
         settings.eos_token_id = ends or None
-    loaded.module.save_pretrained(directory)
+    with quiet():
+        loaded.module.save_pretrained(directory)
     if loaded.tokenizer is not None:
         loaded.tokenizer.save(directory)

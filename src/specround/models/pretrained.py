@@ -98,7 +98,7 @@ def load_pretrained(
         'Hello'
     """
     checkpoint = _open_directory(source) if source.kind == "directory" else _open_gguf(source)
-    with _quiet():
+    with quiet():
         family = family_of(checkpoint.config.get("model_type"), source.name)
         config = _build_config(checkpoint, family, source)
         module = _build_skeleton(config, family, dtype, source)
@@ -355,13 +355,16 @@ def _eos_token_ids(generation: Mapping[str, Any], config: Any) -> tuple[int, ...
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """Keep transformers' log messages off the terminal while a model is built."""
+def quiet() -> Iterator[None]:
+    """Keep transformers' log messages and bars off the terminal while a model is built or written."""
     from transformers.utils import logging
 
-    before = logging.get_verbosity()
+    before, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
+    logging.disable_progress_bar()
     try:
         yield
     finally:
         logging.set_verbosity(before)
+        if bars:
+            logging.enable_progress_bar()
