@@ -8,6 +8,7 @@ from vllm_targets import ENGINE, VOCAB, Target, make_asks
 from tiny_models import tiny_model
 
 pytestmark = pytest.mark.vllm
+SLOW = pytest.mark.exhaustive
 
 
 def test_groups_of_layers(gemma3):
@@ -25,10 +26,8 @@ def test_groups_of_layers(gemma3):
     ("engine", "message"),
     [
         ({"enable_lora": True}, r"lora_config=.*: must be unset"),
-        ({"tensor_parallel_size": 2}, r"tensor_parallel_size=2: must be 1"),
-        pytest.param(
-            {"pipeline_parallel_size": 2}, r"pipeline_parallel_size=2: must be 1", marks=pytest.mark.exhaustive
-        ),
+        pytest.param({"tensor_parallel_size": 2}, r"tensor_parallel_size=2: must be 1", marks=SLOW),
+        pytest.param({"pipeline_parallel_size": 2}, r"pipeline_parallel_size=2: must be 1", marks=SLOW),
         ({"kv_cache_dtype": "fp8"}, r"cache_dtype='fp8': must be 'auto'"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,

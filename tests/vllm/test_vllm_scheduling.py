@@ -19,30 +19,30 @@ def test_policies(some_target):
 
 
 @pytest.mark.parametrize("name", ["suffix_tree", "adversarial_mask"])
-def test_preemption(target, name):
+def test_preemption(some_target, name):
     """With seven blocks, requests are preempted and prefilled again; tokens are identical."""
-    asks = [ask | {"max_tokens": 60} for ask in target.asks[:5]]
-    plain = target.run("preempted-plain", None, batches=[asks])
+    asks = [ask | {"max_tokens": 60} for ask in some_target.asks[:5]]
+    plain = some_target.run("preempted-plain", None, batches=[asks])
     engine = ENGINE | {"num_gpu_blocks_override": 8}
-    made = target.run(f"preempted-{name}", target.config(name), batches=[asks], engine=engine)
+    made = some_target.run(f"preempted-{name}", some_target.config(name), batches=[asks], engine=engine)
     assert made["preemptions"] > 0
     assert made["tokens"] == plain["tokens"]
     assert made["leaked_blocks"] == 0
 
 
 @pytest.mark.parametrize("name", ["suffix_tree", "adversarial_mask"])
-def test_prefix_caching(target, name):
+def test_prefix_caching(some_target, name):
     """A request that finds committed blocks in the prefix cache goes on as plain decoding does."""
-    first = [ask | {"max_tokens": 40} for ask in target.asks[:4]]
-    plain = target.run("cached-plain", None, batches=[first])["tokens"][0]
+    first = [ask | {"max_tokens": 40} for ask in some_target.asks[:4]]
+    plain = some_target.run("cached-plain", None, batches=[first])["tokens"][0]
     longer = [
         {"prompt": ask["prompt"] + made, "max_tokens": 20, "temperature": 0.0}
         for ask, made in zip(first, plain, strict=True)
     ]
     batches = [first, longer]
-    without = target.run("cached-without", None, batches=batches)
+    without = some_target.run("cached-without", None, batches=batches)
     engine = ENGINE | {"enable_prefix_caching": True}
-    made = target.run(f"cached-{name}", target.config(name), batches=batches, engine=engine)
+    made = some_target.run(f"cached-{name}", some_target.config(name), batches=batches, engine=engine)
     assert made["tokens"] == without["tokens"]
     assert made["hits"] > 0
 
