@@ -239,7 +239,7 @@ def test_what_a_request_kept_is_told_once(monkeypatch):
     monkeypatch.setattr(GPUModelRunner, "_remove_request", lambda self, name: True)
     monkeypatch.setattr(GPUModelRunner, "finish_requests", lambda self, step: [*map(self._remove_request, step.gone)])
     scheduler, runner, told = RoundScheduler.__new__(RoundScheduler), RoundRunner.__new__(RoundRunner), []
-    scheduler._kept, scheduler._policies = {}, SimpleNamespace()
+    scheduler._kept, scheduler._policies, scheduler._chosen_logprobs = {}, SimpleNamespace(), set()
     runner.steps = SimpleNamespace(forget=lambda *given: told.append(given))
     for gone in ("ab", "c", ""):
         for place, name in enumerate(gone):

@@ -57,7 +57,7 @@ def test_wiring(llama, engine, message):
 
 def test_hidden_states_of_layers(llama):
     """A speculator that reads the hidden states of single layers is told what it may declare."""
-    with pytest.raises(AssertionError, match=r"hidden_states=\(0, 1\): must be 'none' or 'last' in vLLM"):
+    with pytest.raises(AssertionError, match=r"hidden_states=\(0, 1\): must be 'none' or 'last'"):
         llama.run("layered", {"method": "layered", "num_speculative_tokens": 4})
 
 

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from specround.contract import (
-    PLAN_KINDS,
     BaseSpeculator,
     ConfigError,
     PlanKind,
     SpecCapabilities,
     SpecResources,
-    SpecRoundError,
     SpeculatorConfig,
-    SpeculatorError,
     parse_speculative_config,
 )
 from specround.engine.block_pool import BlockPool
@@ -40,7 +36,7 @@ from specround.models.causal_lm import CausalModel
 from specround.models.families import family_of
 from specround.models.pretrained import load_pretrained, resolve_dtype
 from specround.models.sources import resolve_model
-from specround.round import SpecRound, lower_resources
+from specround.round import SpecRound, create_speculator, declared_resources, effective_resources
 
 _DEFAULT_CPU_KV_BYTES = 2 << 30
 _MEMORY_SHARE = 0.85
@@ -91,12 +87,12 @@ def build_engine(config: EngineConfig, on_progress: Progress | None = None) -> E
     providers = () if speculation is None else speculation.spec_kernel_providers
     registry = KernelRegistry(providers, device_type=device.type)
     capabilities = registry.capabilities(model.descriptors, model.limits)
-    effective = declared if speculation is None else _adapt(speculation, declared, capabilities)
+    effective = declared if speculation is None else effective_resources(speculation, declared, capabilities)
     state = _device_state(config, max_model_len, declared, device)
     draft_host = None if speculation is None else EngineDraftHost(model, state, declared)
     speculator = None
     if speculation is not None and draft_host is not None:
-        speculator = _create(speculation, declared, effective, draft_host, device)
+        speculator = create_speculator(speculation, declared, effective, draft_host, device)
     states, state_pool = build_states(config, model, registry, declared.max_candidates - 1, device)
     cache, pool = _allocate(config, model, draft_host, max_model_len, registry, device)
     registry.bind(effective)
@@ -133,65 +129,10 @@ def _declare(speculation: SpeculatorConfig | None) -> SpecResources:
         return SpecResources(max_candidates=1)
     if speculation.num_speculative_tokens > MAX_NUM_DRAFTS:
         raise ConfigError("num_speculative_tokens", speculation.num_speculative_tokens, f"at most {MAX_NUM_DRAFTS}")
-    with _start_up_hook(speculation, "declare_resources"):
-        declared = speculation.declare_resources()
-        _check_answer(speculation, "declare_resources", declared, SpecResources)
+    declared = declared_resources(speculation)
     if declared.max_candidates > MAX_NUM_DRAFTS + 1:
         raise ConfigError("max_candidates", declared.max_candidates, f"at most {MAX_NUM_DRAFTS + 1}")
-    if isinstance(declared.hidden_states, tuple):
-        raise ConfigError(
-            "hidden_states", declared.hidden_states, "'none' or 'last': layer outputs are not offered yet"
-        )
     return declared
-
-
-def _adapt(speculation: SpeculatorConfig, declared: SpecResources, capabilities: SpecCapabilities) -> SpecResources:
-    """Effective resources: nothing that memory was not sized for, and nothing that decides how the engine is built."""
-    with _start_up_hook(speculation, "adapt_resources"):
-        effective = lower_resources(speculation, declared, capabilities)
-    field = f"{type(speculation).__name__}.adapt_resources"
-    if PLAN_KINDS.index(effective.kind) > PLAN_KINDS.index(declared.kind):
-        raise ConfigError(field, effective.kind, f"at most the declared {declared.kind!r}")
-    if effective.max_branching > declared.max_branching:
-        allowed = f"max_branching of at most the declared {declared.max_branching}"
-        raise ConfigError(field, effective.max_branching, allowed)
-    for name in ("drafting", "hidden_states", "draft_layers"):
-        if getattr(effective, name) != getattr(declared, name):
-            allowed = f"{name}={getattr(declared, name)!r}, as declared"
-            raise ConfigError(field, getattr(effective, name), allowed)
-    return effective
-
-
-def _create(
-    speculation: SpeculatorConfig,
-    declared: SpecResources,
-    effective: SpecResources,
-    draft_host: EngineDraftHost,
-    device: torch.device,
-) -> BaseSpeculator:
-    with _start_up_hook(speculation, "create"):
-        speculator = speculation.create(declared, draft_host, device)
-        _check_answer(speculation, "create", speculator, BaseSpeculator)
-    with _start_up_hook(speculator, "bind_resources"):
-        speculator.bind_resources(effective)
-    return speculator
-
-
-def _check_answer(owner: object, hook: str, answer: object, wanted: type) -> None:
-    if not isinstance(answer, wanted):
-        cause = f"it returned {answer!r:.200}: must be a {wanted.__name__}"
-        raise SpeculatorError(type(owner).__name__, hook, (), cause)
-
-
-@contextmanager
-def _start_up_hook(owner: object, hook: str) -> Iterator[None]:
-    """Name the speculator and its hook when it fails; errors that already say what to change pass as they are."""
-    try:
-        yield
-    except SpecRoundError:
-        raise
-    except (Exception, SystemExit) as error:
-        raise SpeculatorError(type(owner).__name__, hook, (), f"{type(error).__name__}: {error}") from error
 
 
 def _resolve_device(name: str) -> torch.device:

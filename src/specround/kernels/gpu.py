@@ -5,14 +5,11 @@ As a provider they run on a CPU too, in Triton's interpreter: `spec_kernel_provi
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-
-from torch import Tensor
+from collections.abc import Mapping
 
 from specround.contract import SpecKernel
 from specround.kernels.kv_cache.triton import commit_kv, write_kv
 from specround.kernels.reference import ReferenceAttention, ReferencePagedCommit
-from specround.kernels.tree_attention.rows import AttentionRows
 from specround.kernels.tree_attention.triton import tree_attention
 
 __all__ = ["TritonAttention", "TritonPagedCommit", "triton_kernels", "write_kv"]
@@ -21,30 +18,13 @@ __all__ = ["TritonAttention", "TritonPagedCommit", "triton_kernels", "write_kv"]
 class TritonAttention(ReferenceAttention):
     """Tree attention over paged KV in Triton; verifies what the reference does."""
 
-    def __call__(
-        self,
-        query: Tensor,
-        key_cache: Tensor,
-        value_cache: Tensor,
-        rows: AttentionRows,
-        *,
-        scale: float,
-        window: int | None,
-        sinks: Tensor | None,
-        softcap: float | None,
-    ) -> Tensor:
-        """Attend packed rows over paged KV."""
-        return tree_attention(
-            query, key_cache, value_cache, rows, scale=scale, window=window, sinks=sinks, softcap=softcap
-        )
+    op = staticmethod(tree_attention)
 
 
 class TritonPagedCommit(ReferencePagedCommit):
     """KV commit of paged slots in Triton."""
 
-    def __call__(self, caches: Iterable[Tensor], source: Tensor, target: Tensor) -> None:
-        """Move slots to slots in every cache."""
-        commit_kv(caches, source, target)
+    op = staticmethod(commit_kv)
 
 
 def triton_kernels() -> Mapping[str, SpecKernel]:

@@ -55,6 +55,9 @@ class PagedCommitKernel(SpecKernel, Protocol):
 class ReferenceAttention:
     """Tree attention over paged KV in plain torch; verifies masks."""
 
+    op = staticmethod(tree_attention)
+    """What computes; a kernel that differs in nothing else replaces it."""
+
     def supports(self, layer: LayerDescriptor) -> SpecLimit:
         """`"mask"`, or `"chain"` for a feature measured by slots or unknown here."""
         return _by_features(layer)
@@ -75,13 +78,14 @@ class ReferenceAttention:
         softcap: float | None,
     ) -> Tensor:
         """Attend packed rows over paged KV."""
-        return tree_attention(
-            query, key_cache, value_cache, rows, scale=scale, window=window, sinks=sinks, softcap=softcap
-        )
+        return self.op(query, key_cache, value_cache, rows, scale=scale, window=window, sinks=sinks, softcap=softcap)
 
 
 class ReferencePagedCommit:
     """KV commit of paged slots in plain torch."""
+
+    op = staticmethod(commit_kv)
+    """What computes; a kernel that differs in nothing else replaces it."""
 
     def supports(self, layer: LayerDescriptor) -> SpecLimit:
         """`"mask"`, or `"chain"` for KV it cannot move whole and for unknown features."""
@@ -92,7 +96,7 @@ class ReferencePagedCommit:
 
     def __call__(self, caches: Iterable[Tensor], source: Tensor, target: Tensor) -> None:
         """Move slots to slots in every cache."""
-        commit_kv(caches, source, target)
+        self.op(caches, source, target)
 
 
 class ReferenceKernels(dict[str, SpecKernel]):

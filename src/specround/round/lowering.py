@@ -26,10 +26,22 @@ def lower_resources(config: SpeculatorConfig, declared: SpecResources, capabilit
         raise ConfigError(
             f"{type(config).__name__}.adapt_resources", effective.kind, f"at most {capabilities.kind!r} for this target"
         )
-    if effective.max_candidates > declared.max_candidates:
-        allowed = f"max_candidates of at most the declared {declared.max_candidates}"
-        raise ConfigError(f"{type(config).__name__}.adapt_resources", effective.max_candidates, allowed)
+    _check_declared_covers(f"{type(config).__name__}.adapt_resources", declared, effective)
     return effective
+
+
+def _check_declared_covers(field: str, declared: SpecResources, effective: SpecResources) -> None:
+    """Nothing that memory was not sized for, and nothing that decides how a host is built."""
+    if PLAN_KINDS.index(effective.kind) > PLAN_KINDS.index(declared.kind):
+        raise ConfigError(field, effective.kind, f"at most the declared {declared.kind!r}")
+    for name in ("max_candidates", "max_branching"):
+        found, most = getattr(effective, name), getattr(declared, name)
+        if found > most:
+            raise ConfigError(field, found, f"{name} of at most the declared {most}")
+    for name in ("drafting", "hidden_states", "draft_layers"):
+        found, wanted = getattr(effective, name), getattr(declared, name)
+        if found != wanted:
+            raise ConfigError(field, found, f"{name}={wanted!r}, as declared")
 
 
 def gather_capabilities(report: SpecCapabilities, group: distributed.ProcessGroup | None = None) -> SpecCapabilities:

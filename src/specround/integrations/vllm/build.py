@@ -3,21 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from specround.contract import (
-    PLAN_KINDS,
-    BaseSpeculator,
-    ConfigError,
     LayerDescriptor,
-    SpecResources,
-    SpecRoundError,
     SpeculatorConfig,
-    SpeculatorError,
 )
 from specround.integrations.vllm.draft_host import VllmDraftHost
 from specround.integrations.vllm.draft_layers import DraftLayers
@@ -26,7 +18,7 @@ from specround.integrations.vllm.requests import RequestTable
 from specround.integrations.vllm.step import RoundSteps
 from specround.kernels.reference import PagedCommitKernel
 from specround.kernels.registry import KernelRegistry
-from specround.round import SpecRound, lower_resources
+from specround.round import SpecRound, create_speculator, declared_resources, effective_resources
 
 logger = logging.getLogger(__name__)
 
@@ -45,14 +37,10 @@ def build_steps(speculation: SpeculatorConfig, runner: Any) -> RoundSteps:
     """
     device: torch.device = runner.device
     registry = KernelRegistry(speculation.spec_kernel_providers, device_type=device.type)
-    with _start_up_hook(speculation, "declare_resources"):
-        declared = speculation.declare_resources()
-    _check_declared(declared)
+    declared = declared_resources(speculation)
     descriptors = [describe_layer(name, layer) for name, layer in _attention(runner).items()]
     capabilities = registry.capabilities(descriptors)
-    with _start_up_hook(speculation, "adapt_resources"):
-        effective = lower_resources(speculation, declared, capabilities)
-    _check_effective(speculation, declared, effective)
+    effective = effective_resources(speculation, declared, capabilities)
     table = RequestTable(
         max_num_seqs=runner.max_num_reqs,
         max_model_len=runner.max_model_len,
@@ -60,13 +48,7 @@ def build_steps(speculation: SpeculatorConfig, runner: Any) -> RoundSteps:
         device=device,
     )
     host = VllmDraftHost(runner, table, DraftLayers(declared.draft_layers, runner.vllm_config, registry))
-    with _start_up_hook(speculation, "create"):
-        speculator: object = speculation.create(declared, host, device)
-    if not isinstance(speculator, BaseSpeculator):
-        cause = f"it returned {speculator!r:.200}: must be a BaseSpeculator"
-        raise SpeculatorError(type(speculation).__name__, "create", (), cause)
-    with _start_up_hook(speculator, "bind_resources"):
-        speculator.bind_resources(effective)
+    speculator = create_speculator(speculation, declared, effective, host, device)
     registry.bind(effective)
     for name, layer in _attention(runner).items():
         descriptor = describe_layer(name, layer)
@@ -104,28 +86,3 @@ def describe_layer(name: str, layer: Any) -> LayerDescriptor:
         softcap=softcap,
         features=features,
     )
-
-
-def _check_declared(declared: SpecResources) -> None:
-    if isinstance(declared.hidden_states, tuple):
-        raise ConfigError("hidden_states", declared.hidden_states, "'none' or 'last' in vLLM")
-
-
-def _check_effective(speculation: SpeculatorConfig, declared: SpecResources, effective: SpecResources) -> None:
-    field = f"{type(speculation).__name__}.adapt_resources"
-    if PLAN_KINDS.index(effective.kind) > PLAN_KINDS.index(declared.kind):
-        raise ConfigError(field, effective.kind, f"at most the declared {declared.kind!r}")
-    for name in ("drafting", "hidden_states", "draft_layers"):
-        if getattr(effective, name) != getattr(declared, name):
-            raise ConfigError(field, getattr(effective, name), f"{name}={getattr(declared, name)!r}, as declared")
-
-
-@contextmanager
-def _start_up_hook(owner: object, hook: str) -> Iterator[None]:
-    """Name the speculator and its hook when it fails; errors that already say what to change pass as they are."""
-    try:
-        yield
-    except SpecRoundError:
-        raise
-    except (Exception, SystemExit) as error:
-        raise SpeculatorError(type(owner).__name__, hook, (), f"{type(error).__name__}: {error}") from error

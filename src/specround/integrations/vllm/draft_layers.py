@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 from vllm.config import set_current_vllm_config
 from vllm.model_executor.layers.attention import Attention
@@ -70,7 +69,7 @@ class DraftLayers:
             known = ", ".join(self._layers) or "none declared"
             raise ConfigError("draft layer", name, f"one of the declared ones: {known}")
         key_cache, value_cache = split_cache(self._held[name].kv_cache)
-        self._write_kv(key_cache, value_cache, key.contiguous(), value.contiguous(), slots.to(torch.int64))
+        self._write_kv(key_cache, value_cache, key, value, slots)
         return self._kernels[name](
             query,
             key_cache,

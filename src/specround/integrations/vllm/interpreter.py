@@ -1,8 +1,7 @@
 """Running the V2 runner's Triton kernels on a CPU, in Triton's interpreter: slow, but enough to compare tokens.
 
-vLLM uses Triton only when some backend of it says that it is active. The interpreter needs boolean masks in masked
-loads and stores, where compiled kernels accept integers; and its loops count in integers, where compiled loops count in
-tensors, which can be cast.
+vLLM uses Triton only when some backend of it says that it is active, and the interpreter needs boolean masks in masked
+loads and stores, where compiled kernels accept integers.
 """
 
 from __future__ import annotations

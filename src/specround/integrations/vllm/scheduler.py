@@ -34,6 +34,7 @@ class RoundScheduler(Scheduler):
         self.num_lookahead_tokens = declared.max_candidates - 1
         self._policies = Policies(self._speculation, declared.max_candidates, self.max_num_running_reqs)
         self._kept: dict[str, int] = {}
+        self._chosen_logprobs: set[str] = set()
         self._last_result = time.perf_counter()
 
     @property
@@ -52,11 +53,19 @@ class RoundScheduler(Scheduler):
     def schedule(self, *arguments: Any, **named: Any) -> Any:
         """One scheduling pass."""
         self._admit_limit = None
-        no_drafts = any(_asks_for_chosen_logprobs(request) for request in self.requests.values())
         for request in self.running:
-            if no_drafts or request.resumable:  # a session that waits for more input keeps its last token unverified
+            if (
+                self._chosen_logprobs or request.resumable
+            ):  # a session that waits for more input keeps its last token unverified
                 request.spec_token_ids = []
         return super().schedule(*arguments, **named)
+
+    def add_request(self, request: Any, *arguments: Any, **named: Any) -> Any:
+        """Add a request; vLLM has log-probabilities of tokens that it names in steps without drafts only."""
+        params = request.sampling_params
+        if params is not None and params.logprob_token_ids is not None:
+            self._chosen_logprobs.add(request.request_id)
+        return super().add_request(request, *arguments, **named)
 
     def _update_after_schedule(self, scheduler_output: Any) -> None:
         """Choose the next round's budget and hand over what the requests that left have kept."""
@@ -77,6 +86,7 @@ class RoundScheduler(Scheduler):
     def _free_request(self, request: Any, *arguments: Any, **named: Any) -> Any:
         """Free a finished request, and remember how many tokens it kept."""
         self._kept[request.request_id] = request.num_tokens
+        self._chosen_logprobs.discard(request.request_id)
         return super()._free_request(request, *arguments, **named)
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
@@ -114,9 +124,3 @@ class RoundScheduler(Scheduler):
             num_total_blocks=pool.num_gpu_blocks - 1,
             block_size=self.block_size,
         )
-
-
-def _asks_for_chosen_logprobs(request: Any) -> bool:
-    """Whether a request wants log-probabilities of tokens that it names: vLLM has them in steps without drafts only."""
-    params = request.sampling_params
-    return params is not None and params.logprob_token_ids is not None
